@@ -16,7 +16,7 @@ PACKAGE = Path(phalanx.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = [  # from the lowest to the highest; the parts of one layer never import each other
-    ["errors"],
+    ["errors", "files"],
     ["wire"],
     ["core"],
     ["transport"],

@@ -35,6 +35,8 @@ catch. They carry what is known about the failure as attributes, `None` where it
 
 from __future__ import annotations
 
+import re
+
 __all__ = [
     "AuthenticationError",
     "BackendUnavailableError",
@@ -186,3 +188,21 @@ class RankStopped(BaseException):
 
     Not an `Exception`, so that `except Exception` in training code lets it pass.
     """
+
+
+# ------------------------------------------------------------------------------
+# What others have written, in an error or on a terminal
+
+LONGEST_TEXT = 400  # characters of one text
+_STYLES = re.compile(r"\x1b\[[0-9;?]{0,16}[A-Za-z]")
+
+
+def plain(text: str, most: int = LONGEST_TEXT) -> str:
+    """Return one line of text that does nothing to a terminal, of `most` characters or fewer.
+
+    Colours and the like go; what else is not printable (escapes, new lines, controls of direction)
+    becomes a space.
+    """
+    text = _STYLES.sub("", text[: 4 * most])
+    shown = "".join(c if c.isprintable() else " " for c in text)
+    return shown if len(shown) <= most else shown[: most - 1] + "…"

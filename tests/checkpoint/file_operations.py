@@ -123,12 +123,17 @@ class _Watch:
             self._hook(Operation(name, os.path.relpath(path, self._folder), *args))
         return inside
 
-    def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: Any = None) -> int:
-        creates = bool(flags & os.O_CREAT) and not os.path.lexists(path)
-        inside = dir_fd is None and self._tell("open", path, b"", 0, creates)
+    def _whole(self, path: Any, dir_fd: int | None) -> Any:
+        """The whole path of one that may be relative to a folder's descriptor."""
+        return path if dir_fd is None else os.path.join(self._paths.get(dir_fd, "/"), path)
+
+    def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        whole = self._whole(path, dir_fd)
+        creates = bool(flags & os.O_CREAT) and not os.path.lexists(whole)
+        inside = self._tell("open", whole, b"", 0, creates)
         descriptor: int = _REAL["open"](path, flags, mode, dir_fd=dir_fd)
         if inside:
-            self._paths[descriptor] = os.path.abspath(path)
+            self._paths[descriptor] = os.path.abspath(whole)
             self._at[descriptor] = 0
         return descriptor
 
@@ -151,13 +156,13 @@ class _Watch:
         count: int = _REAL["pwrite"](descriptor, data, offset)
         return count
 
-    def rename(self, old: Any, new: Any) -> None:
-        self._tell("rename", old, os.path.basename(new))
-        _REAL["rename"](old, new)
+    def rename(self, old: Any, new: Any, *, src_dir_fd: Any = None, dst_dir_fd: Any = None) -> None:
+        self._tell("rename", self._whole(old, src_dir_fd), os.path.basename(new))
+        _REAL["rename"](old, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
 
     def __getattr__(self, name: str) -> Any:
         def call(first: Any, *args: Any, **kwargs: Any) -> Any:
-            self._tell(name, first)
+            self._tell(name, self._whole(first, kwargs.get("dir_fd")))
             return _REAL[name](first, *args, **kwargs)
 
         return call

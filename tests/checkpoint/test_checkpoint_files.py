@@ -23,7 +23,7 @@ from checkpoint_runs import (
     state_of,
     trained,
 )
-from file_operations import recorded
+from file_operations import Operation, recorded, watched
 from flat_shards import FlatShards
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -211,10 +211,20 @@ def test_ranks_that_do_not_see_a_checkpoint_are_told_which(folder: Path) -> None
 
 def test_two_jobs_do_not_save_into_one_folder_at_once(folder: Path) -> None:
     save_checkpoint(folder, model=small(), step=1)
-    with (folder / ".phalanx-lock").open("r+") as other:
+
+    def say_by_whom(operation: Operation) -> None:
+        if operation.path.endswith("manifest.json"):
+            with pytest.raises(CheckpointError, match=rf"saved into by process {os.getpid()} on"):
+                save_checkpoint(folder, model=small(), step=2, timeout=0.1)
+            raise InterruptedError
+
+    with watched(str(folder), say_by_whom), pytest.raises(CheckpointError):
+        save_checkpoint(folder, model=small(), step=2)
+    with (folder / ".phalanx-lock").open() as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(CheckpointError, match=rf"saved into by process {os.getpid()} on"):
+        with pytest.raises(CheckpointError, match="saved into by somebody else"):
             save_checkpoint(folder, model=small(), step=2, timeout=0.1)
+    assert (folder / ".phalanx-lock").read_bytes() == b""
     save_checkpoint(folder, model=small(), step=3)
     assert [path.name for path in sorted(folder.iterdir())] == [
         ".phalanx-lock",

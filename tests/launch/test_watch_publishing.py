@@ -15,17 +15,21 @@ import torch
 from clusters import CLUSTERS, Cluster
 
 from phalanx import Backend, all_reduce
-from phalanx.errors import AuthenticationError, BackendUnavailableError, MisuseError
+from phalanx.errors import (
+    LONGEST_TEXT,
+    AuthenticationError,
+    BackendUnavailableError,
+    MisuseError,
+    plain,
+)
 from phalanx.launch.environment import World
 from phalanx.launch.publish import Publisher
 from phalanx.launch.state import (
-    LONGEST_TEXT,
     MOST_BYTES,
     JobState,
     RankState,
     bounded,
     number,
-    plain,
 )
 from phalanx.launch.watch_folder import WatchFolder, open_folder, process_status
 from phalanx.launch.watch_server import RemoteFolder, WatchServer, as_address, token_for_watchers

@@ -15,6 +15,7 @@ import gc
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -22,12 +23,13 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
+from phalanx import files
 from phalanx.checkpoint.manifest import OptimizerRecord, StateRecord, TensorRecord
 from phalanx.checkpoint.storage import new_folder
 from phalanx.checkpoint.stored import (
@@ -77,6 +79,7 @@ def export_dcp(
     planner = _ReadWhenWritten(checkpoint, tensors.records, begin(nbytes))
     with new_folder(os.fspath(out), needed) as folder:
         writer = _ShortFiles(folder, per_thread_copy_ahead=0)
+        writer.fs = RegularFiles()
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that no ranks are connected
@@ -106,6 +109,18 @@ class _Tensors:
         """A tensor on the meta device, which has no elements."""
         self.records[key] = record
         return torch.empty(record.shape, dtype=DTYPES[record.dtype], device="meta")
+
+
+class RegularFiles(FileSystem):
+    """What torch's readers and writers open: regular files, and new ones to write."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """Open one, to read ("rb") or to write."""
+        name = os.fspath(path)
+        opened = files.reading(name, follow=True) if mode == "rb" else files.new_file(name)
+        with opened as descriptor, open(descriptor, mode, closefd=False) as stream:
+            yield stream
 
 
 class _ShortFiles(FileSystemWriter):

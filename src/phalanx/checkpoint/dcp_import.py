@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from xxhash import xxh3_128_hexdigest
 
 from phalanx.checkpoint import storage
+from phalanx.checkpoint.dcp_export import RegularFiles
 from phalanx.checkpoint.save import new_checkpoint
 from phalanx.checkpoint.save_plan import (
     LocalTensors,
@@ -156,6 +157,7 @@ class _Stored:
                 "--trust-pickle"
             )
         self._reader = FileSystemReader(path)
+        self._reader.fs = RegularFiles()
         try:
             self.metadata = self._reader.read_metadata()
         except Exception as error:

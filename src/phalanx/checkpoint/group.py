@@ -15,6 +15,7 @@ from phalanx.core.backend import Backend, SubBackend
 from phalanx.tensor.layer import ParallelLayer
 
 T = TypeVar("T")
+_LONGEST = 4000  # characters of an error, which may quote what was in a file
 _TIMEOUT = 600.0  # seconds: disks are slow, and not all are equally slow
 _SHARED = (errors.CheckpointError, errors.MisuseError, errors.UnsupportedOperationError)
 
@@ -23,13 +24,17 @@ class CheckpointGroup:
     """This rank and the others; without a backend it is alone.
 
     op        what they do, for errors
+    folder    where, for errors that do not say it
     timeout   seconds that a rank waits for the others at a time; by default ten minutes, or the
               backend's if that is more
     """
 
-    def __init__(self, backend: Backend | None, op: str, timeout: float | None) -> None:
+    def __init__(
+        self, backend: Backend | None, op: str, timeout: float | None, folder: str = "a checkpoint"
+    ) -> None:
         self.backend = backend
         self.op = op
+        self._folder = folder
         self.rank = backend.rank if backend is not None else 0
         self.size = backend.world_size if backend is not None else 1
         default = max(_TIMEOUT, backend.timeout) if backend is not None else _TIMEOUT
@@ -48,7 +53,8 @@ class CheckpointGroup:
             outcome = (attempt(), "", "", None)
         except Exception as error:
             failure = error
-            outcome = (None, *_described(error))
+            kind, problem, number = _described(error, self._folder)
+            outcome = (None, kind, errors.plain(problem, _LONGEST), number)
         outcomes: list[Any] = [outcome]
         if self.backend is not None:
             try:
@@ -72,7 +78,7 @@ class CheckpointGroup:
         return self.on_all(attempt if self.rank == 0 else lambda: None)[0]  # type: ignore[return-value]
 
 
-def _described(error: Exception) -> tuple[str, str, int | None]:
+def _described(error: Exception, folder: str) -> tuple[str, str, int | None]:
     """The kind of error to raise on all ranks, its text, and its errno."""
     if isinstance(error, errors.DistributedError):
         kind = type(error).__name__ if isinstance(error, _SHARED) else "CheckpointError"
@@ -82,7 +88,7 @@ def _described(error: Exception) -> tuple[str, str, int | None]:
         path = error.filename if error.filename is not None else "a file"
         why = f"{error.strerror or error} ({name}, errno {error.errno or 0})"
         return "CheckpointIOError", f"{path}: {why}", error.errno
-    return "CheckpointError", f"{type(error).__name__}: {error}", None
+    return "CheckpointError", f"{folder}: {type(error).__name__}: {error}", None
 
 
 # ------------------------------------------------------------------------------
@@ -114,7 +120,7 @@ def group_for(
         backend = next(iter(backends.values()), None)
     if model is not None and not of_parts:
         _check_layer_parts_apart(model, backend, folder, op)
-    return CheckpointGroup(backend, op, timeout)
+    return CheckpointGroup(backend, op, timeout, folder)
 
 
 # ------------------------------------------------------------------------------

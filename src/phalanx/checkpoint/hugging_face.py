@@ -22,13 +22,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from phalanx import files
 from phalanx.checkpoint.manifest import TensorRecord
 from phalanx.checkpoint.parts import WholeModel
 from phalanx.checkpoint.storage import (
     new_folder,
-    opened,
-    read_file,
-    write_all,
     write_file,
 )
 from phalanx.checkpoint.stored import (
@@ -53,6 +51,7 @@ SINGLE = "model.safetensors"
 _CONFIG = "config.json"
 _TO_COPY = frozenset({".json", ".jinja", ".model", ".py", ".tiktoken", ".txt"})
 _NOT_TO_COPY = frozenset({"trainer_state.json"})
+_MOST = 1 << 28  # bytes of a file that is copied
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # in config.json; the latter before transformers 5
 
 DTYPE_NAMES: Mapping[str, str] = MappingProxyType(
@@ -100,17 +99,17 @@ def export_hugging_face(
     notes = _notes(model)
     copied = _config_files(config, records, notes) if config is not None else {}
     nbytes = sum(map(nbytes_of, records.values()))
-    files = _plan(records, aliases, shard_size)
-    if len(files) > 1:
+    plan = _plan(records, aliases, shard_size)
+    if len(plan) > 1:
         index = {
             "metadata": {"total_size": nbytes, **aliases},
-            "weight_map": {name: file for file, names, _ in files for name in names},
+            "weight_map": {name: file for file, names, _ in plan for name in names},
         }
         copied[INDEX] = json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
-    shards = [_ShardFile(file, header, names) for file, names, header in files]
+    shards = [_ShardFile(file, header, names) for file, names, header in plan]
     needed = nbytes + sum(len(shard.header) for shard in shards) + sum(map(len, copied.values()))
     advance = begin(nbytes)
-    with new_folder(os.fspath(out), needed) as folder:
+    with new_folder(os.fspath(out), needed, copied) as folder:
         for shard in shards:
             _write_shard(os.path.join(folder, shard.name), shard, model, advance)
         for name, content in copied.items():
@@ -120,13 +119,13 @@ def export_hugging_face(
 
 
 def _write_shard(path: str, shard: _ShardFile, model: WholeModel, advance: Advance) -> None:
-    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+    with files.new_file(path) as descriptor:
 
         def write(part: memoryview) -> None:
-            write_all(descriptor, part)
+            files.write_all(descriptor, part)
             advance(len(part))
 
-        write_all(descriptor, memoryview(shard.header))
+        files.write_all(descriptor, shard.header)
         model.copy(shard.names, write)
         os.fsync(descriptor)
 
@@ -226,8 +225,9 @@ def _config_files(
             f"there is no {main}: --config takes a config.json, or a folder with one, such as what "
             "save_pretrained has written"
         )
-    content = {name: read_file(str(path)) for name, path in found.items()}
-    content[_CONFIG] = _with_dtype(main, read_file(str(main)), records, notes)
+    content = {name: files.read(str(path), _MOST, follow=True) for name, path in found.items()}
+    text = files.read(str(main), _MOST, follow=True)
+    content[_CONFIG] = _with_dtype(main, text, records, notes)
     return content
 
 
@@ -243,7 +243,7 @@ def _with_dtype(
     """The configuration with the tensors' dtype: `from_pretrained` turns them into what it says."""
     try:
         read: Any = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MisuseError(f"{path} is not JSON: {error}") from None
     if not isinstance(read, dict):
         raise MisuseError(f"{path} is no configuration: it has a {type(read).__name__}")

@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from phalanx import files
 from phalanx.checkpoint import state, storage
 from phalanx.checkpoint.async_saves import wait_for_latest
 from phalanx.checkpoint.group import CheckpointGroup, group_for
 from phalanx.checkpoint.manifest import (
+    MOST_BYTES,
     Json,
     Manifest,
     OptimizerRecord,
@@ -32,6 +34,7 @@ from phalanx.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
     MisuseError,
+    plain,
 )
 from phalanx.wire.memory import copy_bits
 
@@ -294,7 +297,8 @@ def _into_optimizer(
                 group[key].copy_(value)  # a captured graph refers to this tensor
             else:
                 group[key] = value
-        steps_on_cpu = not (group.get("capturable") or group.get("fused"))
+        flags: tuple[Any, Any] = group.get("capturable"), group.get("fused")
+        steps_on_cpu = not any(flag is True for flag in flags)
         for parameter, found in of_group.items():
             if found:
                 optimizer.state[parameter] = {
@@ -311,8 +315,8 @@ def _options_of(number: int, group_of: Mapping[str, int], saved: OptimizerRecord
         if options != had[0][1]:
             raise CheckpointMismatchError(
                 f"group {number} of the optimizer has {had[0][0]} and {name}, which had other "
-                f"options when they were saved ({had[0][1]} and {options}): put them into groups "
-                "of their own"
+                f"options when they were saved ({plain(str(had[0][1]))} and {plain(str(options))}):"
+                " put them into groups of their own"
             )
     return had[0][1] if had else {}
 
@@ -360,7 +364,7 @@ def _placed(value: StateToLoad, parameter: Tensor, reader: Reader, on_cpu: bool)
 def shown(names: list[str]) -> str:
     """The first few of many names."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return ", ".join(plain(name) for name in names[:_SHOWN]) + more
 
 
 # ------------------------------------------------------------------------------
@@ -373,7 +377,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     Its files are not looked at. Nothing is sent: the answer is this rank's.
     """
     try:
-        found = storage.committed(os.fspath(folder))
+        found = storage.committed(os.fspath(folder), links=True)
     except FileNotFoundError:
         return None
     return Path(found[-1].path) if found else None
@@ -386,7 +390,7 @@ def find(folder: str, step: int | None) -> str:
         if step is None or own is None or own.step == step:
             return folder
     try:
-        found = storage.committed(folder)
+        found = storage.committed(folder, links=True)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointNotFoundError(f"there is no folder {folder}") from None
     if step is not None:
@@ -402,6 +406,11 @@ def find(folder: str, step: int | None) -> str:
         left = storage.numbered(folder) or ([own] if own is not None else [])
         hint = f": {left[-1].path} was never committed" if left else ""
         raise CheckpointNotFoundError(f"there is no checkpoint in {folder}{hint}")
+    if os.path.islink(found[-1].path):
+        raise CheckpointError(
+            f"{found[-1].path} is a link, and in {folder} none is followed: remove it, or give the "
+            "folder that it leads to"
+        )
     return found[-1].path
 
 
@@ -411,7 +420,7 @@ def read_records(path: str) -> list[bytes]:
     for name in (storage.COMMIT, storage.MANIFEST):
         file = os.path.join(path, name)
         try:
-            records.append(storage.read_file(file))
+            records.append(files.read(file, MOST_BYTES))
         except FileNotFoundError:
             raise CheckpointDamagedError(f"{file} is missing") from None
     return records

@@ -9,37 +9,45 @@ from __future__ import annotations
 import base64
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from math import prod
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
 from phalanx.checkpoint.storage import COMMIT, MANIFEST, TENSOR_FILE
-from phalanx.errors import CheckpointDamagedError, UnsupportedObjectError
-from phalanx.wire.codec import DEPTH, DTYPES
+from phalanx.errors import CheckpointDamagedError, CheckpointError, UnsupportedObjectError, plain
+from phalanx.wire.codec import DEPTH, DIMENSIONS, DTYPES
 
 FORMAT = "phalanx checkpoint"
 VERSION = 1
+MOST_BYTES = 1 << 30  # of a manifest
+BLOCKS = range(1 << 10, (1 << 26) + 1)  # bytes that may share a checksum
 _T = TypeVar("_T", bound=msgspec.Struct)
+
+# What is read is bounded before it is computed with.
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=DIMENSIONS)]
 
 
 class StoredShard(msgspec.Struct, frozen=True, array_like=True):
     """Elements start:stop of a tensor: in which file of the manifest, and from which byte on."""
 
-    file: int
-    at: int
-    start: int
-    stop: int
+    file: Count
+    at: Count
+    start: Count
+    stop: Count
 
 
 class TensorRecord(msgspec.Struct, frozen=True):
     """A tensor and its shards, ordered by `start`, which together are all of it."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     pieces: list[StoredShard]
 
 
@@ -52,26 +60,26 @@ class CutRecord(msgspec.Struct, frozen=True):
     rank    the part that is here
     """
 
-    dim: int
-    total: int
-    runs: tuple[tuple[tuple[int, int], ...], ...]
-    rank: int
+    dim: Count
+    total: Count
+    runs: tuple[tuple[tuple[Count, Count], ...], ...]
+    rank: Count
 
 
 class FileRecord(msgspec.Struct, frozen=True):
     """A file, and the xxh3_64 of each of its blocks in hexadecimal; the last block may be short."""
 
     name: str
-    bytes: int
-    block: int
+    bytes: Count
+    block: Count
     checksums: str
 
 
 class ShardValue(msgspec.Struct, frozen=True, array_like=True):
     """A value that makes sense for elements start:stop of a parameter only."""
 
-    start: int
-    stop: int
+    start: Count
+    stop: Count
     value: Any
 
 
@@ -116,8 +124,8 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     format: str
     version: int
-    step: int
-    world_size: int
+    step: Count
+    world_size: Count
     phalanx: str
     torch: str
     files: list[FileRecord]
@@ -136,8 +144,8 @@ class Commit(msgspec.Struct, frozen=True):
     """The record that makes a folder a checkpoint: length and hash of the manifest."""
 
     version: int
-    step: int
-    bytes: int
+    step: Count
+    bytes: Count
     xxh3: str
 
 
@@ -150,8 +158,17 @@ class _Version(msgspec.Struct, frozen=True):
 
 
 def encode(record: Manifest | Commit) -> bytes:
-    """The record as indented JSON; equal records give equal bytes."""
-    return msgspec.json.format(msgspec.json.encode(record), indent=1)
+    """The record as indented JSON; equal records give equal bytes.
+
+    Raises `CheckpointError` for one that would not be read.
+    """
+    content = msgspec.json.format(msgspec.json.encode(record), indent=1)
+    if len(content) > MOST_BYTES:
+        raise CheckpointError(
+            f"the manifest would have {len(content):,} bytes, of which {MOST_BYTES:,} are read: "
+            "keep long lists as tensors"
+        )
+    return content
 
 
 def decode(content: bytes, kind: type[_T], path: str) -> _T:
@@ -159,7 +176,7 @@ def decode(content: bytes, kind: type[_T], path: str) -> _T:
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointDamagedError(f"{path} cannot be read: {error}") from None
+        raise CheckpointDamagedError(f"{path} cannot be read: {plain(str(error))}") from None
 
 
 def decode_manifest(folder: str, commit: bytes, content: bytes) -> Manifest:
@@ -183,17 +200,20 @@ def decode_manifest(folder: str, commit: bytes, content: bytes) -> Manifest:
         )
     if xxh3_64_hexdigest(content) != record.xxh3:
         raise CheckpointDamagedError(f"{path} is not as it was written: its checksum differs")
+    if content.count(b'"$tensor"') > 1000 + 10 * content.count(b'"dtype"'):
+        raise CheckpointDamagedError(f"{path} refers to tensors more often than makes sense")
     version = decode(content, _Version, path)
     if version.format != FORMAT or version.version != VERSION:
         raise CheckpointDamagedError(
-            f"{path} is a {version.format!r} of version {version.version}; this is Phalanx for "
-            f"version {VERSION}: load it with the release that wrote it (phalanx {version.phalanx})"
+            f"{path} is a {plain(version.format)!r} of version {version.version}; this is Phalanx "
+            f"for version {VERSION}: load it with the release that wrote it (phalanx "
+            f"{plain(version.phalanx)})"
         )
     manifest = decode(content, Manifest, path)
     if manifest.step != record.step:
         raise CheckpointDamagedError(f"{path} is of step {manifest.step}, not {record.step}")
     for problem in _problems(manifest):
-        raise CheckpointDamagedError(f"{path} makes no sense: {problem}")
+        raise CheckpointDamagedError(f"{path} makes no sense: {plain(problem)}")
     return manifest
 
 
@@ -202,33 +222,49 @@ def _problems(manifest: Manifest) -> Iterator[str]:
     size, counts = manifest.world_size, (len(manifest.rng), len(manifest.own) or len(manifest.rng))
     if counts != (size, size) or size < 1:
         yield f"{size} ranks, random states of {counts[0]}, and own values of {counts[1]}"
+    if len({file.name for file in manifest.files}) < len(manifest.files):
+        yield "a file is there twice"
+    if strangers := set(manifest.aliases.values()) - manifest.model.keys():
+        yield f"there is no {min(strangers)}, which has other names"
     for file in manifest.files:
         if not TENSOR_FILE.fullmatch(file.name):
-            yield f"no file of a checkpoint is named {file.name!r}"
-        if file.block < 1 or file.bytes < 0:
+            yield f"no file of a checkpoint is named {plain(file.name)!r}"
+        if file.block not in BLOCKS:
             yield f"{file.name} has blocks of {file.block} bytes"
         elif len(file.checksums) != 16 * -(-file.bytes // file.block):
             yield f"{file.name} has another number of checksums than of blocks"
-    for name, tensor in (*manifest.model.items(), *manifest.state.items()):
-        if tensor.dtype not in DTYPES or min(tensor.shape, default=0) < 0:
-            yield f"{name} is a {tensor.dtype} of shape {list(tensor.shape)}"
-            continue
-        size, count, reached = DTYPES[tensor.dtype].itemsize, prod(tensor.shape), 0
-        for shard in tensor.pieces:
-            if not 0 <= shard.start <= shard.stop <= count or shard.start > reached:
-                yield f"{name} has no elements from {reached} on"
-            if not 0 <= shard.file < len(manifest.files) or shard.at < 0:
-                yield f"{name} is in file {shard.file}"
-            elif shard.at + size * (shard.stop - shard.start) > manifest.files[shard.file].bytes:
-                yield f"{name} reaches beyond the end of {manifest.files[shard.file].name}"
-            reached = max(reached, shard.stop)
-        if reached != count:
-            yield f"{name} has no elements from {reached} on"
+    yield from _problems_of_tensors(manifest)
     yield from (
         f"{name} cannot be part {cut.rank} of {len(cut.runs)}, cut along dim {cut.dim}"
         for name, cut in manifest.cuts.items()
         if not _is_cut(manifest.model.get(name), cut)
     )
+
+
+def _problems_of_tensors(manifest: Manifest) -> Iterator[str]:
+    places: list[tuple[int, int, int]] = []
+    for name, tensor in (*manifest.model.items(), *manifest.state.items()):
+        if tensor.dtype not in DTYPES or prod(n or 1 for n in tensor.shape) >= _MOST:
+            yield f"{name} is a {tensor.dtype} of shape {list(tensor.shape)}"
+            continue
+        size, count, reached = DTYPES[tensor.dtype].itemsize, prod(tensor.shape), 0
+        for shard in tensor.pieces:
+            if not shard.start <= shard.stop <= count or shard.start > reached:
+                yield f"{name} has no elements from {reached} on"
+            if shard.file >= len(manifest.files):
+                yield f"{name} is in file {shard.file}"
+                continue
+            file, nbytes = manifest.files[shard.file], size * (shard.stop - shard.start)
+            if shard.at + nbytes > file.bytes:
+                yield f"{name} reaches beyond the end of {file.name}"
+            if nbytes:
+                places.append((shard.file, shard.at, shard.at + nbytes))
+            reached = max(reached, shard.stop)
+        if reached != count:
+            yield f"{name} has no elements from {reached} on"
+    for (before, _, end), (number, at, _) in pairwise(sorted(places)):
+        if before == number and at < end:  # small files would be large tensors
+            yield f"bytes {at}:{end} of {manifest.files[number].name} are in two tensors"
 
 
 def _is_cut(here: TensorRecord | None, cut: CutRecord) -> bool:
@@ -261,6 +297,7 @@ def _is_cut(here: TensorRecord | None, cut: CutRecord) -> bool:
 
 Json = Any
 _MOST = 2**63
+_ALIKE = 100  # keys of one hash in a dict
 
 
 def to_json(value: Any, path: str, keep: Callable[[Tensor, str], str], depth: int = DEPTH) -> Json:
@@ -311,18 +348,22 @@ def to_json(value: Any, path: str, keep: Callable[[Tensor, str], str], depth: in
     return encoded
 
 
-def from_json(encoded: Json, tensor: Callable[[str], Tensor]) -> Any:
+def from_json(encoded: Json, tensor: Callable[[str], Tensor], depth: int = DEPTH) -> Any:
     """The value that `to_json` was given; `tensor` gives the tensor of a name.
 
     Raises ValueError, KeyError or TypeError for what `to_json` does not make.
     """
+    if depth < 0:
+        raise ValueError(f"a value of more than {DEPTH} levels")
 
     def inside(part: Json) -> Any:
-        return from_json(part, tensor)
+        return from_json(part, tensor, depth - 1)
 
     if isinstance(encoded, list):
         return [inside(part) for part in encoded]
     if not isinstance(encoded, dict):
+        if type(encoded) is int and not -_MOST <= encoded < _MOST:
+            raise ValueError("a number of more than 64 bits")
         return encoded
     content: Any
     value: Any
@@ -339,7 +380,10 @@ def from_json(encoded: Json, tensor: Callable[[str], Tensor]) -> Any:
         case "$tuple":
             value = tuple(inside(part) for part in content)
         case "$dict":
-            value = {inside(key): inside(part) for key, part in content}
+            keys = [inside(key) for key, _ in content]
+            if keys and max(Counter(map(hash, keys)).values()) > _ALIKE:
+                raise ValueError("keys that were chosen to be slow to tell apart")
+            value = dict(zip(keys, (inside(part) for _, part in content), strict=True))
         case _:
             value = {key: inside(part) for key, part in encoded.items()}
     return value

@@ -9,28 +9,32 @@ several ranges of the whole.
 
 from __future__ import annotations
 
-import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from itertools import pairwise
 from math import prod
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
+from phalanx import files
 from phalanx.checkpoint.group import group_for
 from phalanx.checkpoint.hugging_face import DTYPE_NAMES, INDEX, SINGLE
 from phalanx.checkpoint.load import shown
+from phalanx.checkpoint.manifest import Count, Shape, decode
 from phalanx.checkpoint.state import ModelState, ParameterShard, model_state
-from phalanx.checkpoint.storage import opened, read_file, size_of
 from phalanx.checkpoint.tensor_files import METADATA
 from phalanx.core.backend import Backend
 from phalanx.errors import (
     CheckpointDamagedError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    plain,
 )
 from phalanx.parallel.wrapper import walk
 from phalanx.tensor.layer import ParallelLayer
@@ -38,9 +42,11 @@ from phalanx.wire.codec import DTYPES
 from phalanx.wire.memory import copy_bits, tensor_bytes
 
 Rename = Callable[[str], str | None] | Mapping[str, str | None]
-_LONGEST_HEADER = 100_000_000  # bytes: the safetensors library's bound
+_LONGEST_HEADER = 32 << 20  # bytes: of some 300,000 tensors
 _CHUNK = 4 << 20  # bytes that are read at a time
-_DTYPES: Mapping[str, str] = MappingProxyType({name: dtype for dtype, name in DTYPE_NAMES.items()})
+_DTYPES: Mapping[str, tuple[str, int]] = MappingProxyType(
+    {name: (dtype, DTYPES[dtype].itemsize) for dtype, name in DTYPE_NAMES.items()}
+)
 
 
 def load_pretrained(
@@ -90,13 +96,25 @@ def load_pretrained(
     load.apply()
 
 
-class _Entry(NamedTuple):
+class _Entry(msgspec.Struct, gc=False, frozen=True):
     """A tensor in a file: from which byte of the file on."""
 
     path: str
     dtype: str
     shape: tuple[int, ...]
     at: int
+
+
+class _Said(msgspec.Struct, gc=False):
+    """What a header says of a tensor. Its metadata is decoded as one, too: texts by any names."""
+
+    dtype: str = ""
+    shape: Shape | str | None = None
+    data_offsets: tuple[Count, Count] | str | None = None
+
+
+_decode_header = msgspec.json.Decoder(dict[str, _Said]).decode
+_PLACES = re.compile(rb'"data_offsets"\s*:\s*\[')
 
 
 Range = tuple[int, int, int]
@@ -200,7 +218,9 @@ def _renamed(entries: Mapping[str, _Entry], rename: Rename | None) -> dict[str, 
         if new is None:
             continue
         if new in renamed:
-            raise CheckpointMismatchError(f"two tensors would be named {new}: {name} is the second")
+            raise CheckpointMismatchError(
+                f"two tensors would be named {plain(new)}: {plain(name)} is the second"
+            )
         renamed[new] = entry
     return renamed
 
@@ -257,7 +277,7 @@ def _parts(
     """The values of these ranges, in parts of some MiB: where each belongs, and the values."""
     stored = DTYPES[entry.dtype]
     most = _CHUNK // stored.itemsize
-    with opened(entry.path, os.O_RDONLY) as descriptor:
+    with files.reading(entry.path, follow=True) as descriptor:
         for first, count, place in ranges:
             for begin in range(0, count, most):
                 values = torch.empty(min(most, count - begin), dtype=stored)
@@ -278,6 +298,12 @@ def _read_into(descriptor: int, path: str, memory: memoryview, at: int) -> None:
 # Headers: a file may come from a stranger
 
 
+class _Index(msgspec.Struct):
+    """An index: in which file each tensor is."""
+
+    weight_map: dict[str, str]
+
+
 def _entries(folder: str) -> dict[str, _Entry]:
     """All tensors of the files, by name."""
     index = os.path.join(folder, INDEX)
@@ -294,78 +320,68 @@ def _entries(folder: str) -> dict[str, _Entry]:
     found: dict[str, _Entry] = {}
     for name, file in weight_map.items():
         if name not in headers[file]:
-            raise CheckpointDamagedError(f"{index} says that {name} is in {file}, which lacks it")
+            raise CheckpointDamagedError(
+                f"{index} says that {plain(name)} is in {file}, which lacks it"
+            )
         found[name] = headers[file][name]
     return found
 
 
 def _weight_map(path: str) -> dict[str, str]:
-    if size_of(path) > _LONGEST_HEADER:
-        raise CheckpointDamagedError(f"{path} has more than {_LONGEST_HEADER:,} bytes")
-    content = _json(path, read_file(path)).get("weight_map")
-    plain = isinstance(content, dict) and all(
-        isinstance(file, str) and os.path.basename(file) == file and file.endswith(".safetensors")
-        for file in content.values()
-    )
-    if not isinstance(content, dict) or not plain:
-        raise CheckpointDamagedError(f"{path} has no weight_map of names of files beside it")
-    return content
+    content = files.read(path, _LONGEST_HEADER, follow=True)
+    weight_map = decode(content, _Index, path).weight_map
+    for file in set(weight_map.values()):
+        is_beside = os.path.basename(file) == file and file.isprintable()
+        if not is_beside or not file.endswith(".safetensors"):
+            raise CheckpointDamagedError(
+                f"{path} has no weight_map of names of files beside it: {plain(file)!r} is none"
+            )
+    return weight_map
 
 
 def _header(path: str) -> dict[str, _Entry]:
     """The tensors of a file. Raises `CheckpointDamagedError` for one that contradicts itself."""
     try:
-        with opened(path, os.O_RDONLY) as descriptor:
+        with files.reading(path, follow=True) as descriptor:
             size = os.fstat(descriptor).st_size
             start = bytearray(8)
             _read_into(descriptor, path, memoryview(start), 0)
             length = int.from_bytes(start, "little")
             if length > min(_LONGEST_HEADER, size - 8):
                 raise CheckpointDamagedError(
-                    f"{path} has {size} bytes, and announces a header of {length}"
+                    f"{path} has {size} bytes, and announces a header of {length}; at most "
+                    f"{_LONGEST_HEADER} are read"
                 )
             text = bytearray(length)
             _read_into(descriptor, path, memoryview(text), 8)
     except FileNotFoundError:
         raise CheckpointNotFoundError(f"there is no {path}") from None
-    first, found, places = 8 + length, {}, []
-    for name, entry in _json(path, text).items():
-        if name == METADATA:
-            continue
-        try:
-            dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        except (KeyError, TypeError, ValueError):
-            raise CheckpointDamagedError(f"{path}: {name} lacks what says where it is") from None
-        if not isinstance(dtype, str) or dtype not in _DTYPES:
-            raise CheckpointMismatchError(f"{path}: {name} is of dtype {dtype}, which is not known")
-        numbers = [*shape, begin, end] if isinstance(shape, list) else [-1]
-        if not all(type(number) is int and number >= 0 for number in numbers):
-            raise CheckpointDamagedError(f"{path}: {name} has the shape or place of no tensor")
-        dtype = _DTYPES[dtype]
-        if end - begin != prod(shape) * DTYPES[dtype].itemsize or first + end > size:
-            raise CheckpointDamagedError(
-                f"{path}: {name}, {dtype} {shape}, cannot be bytes {begin}:{end} of {size - first}"
-            )
-        places.append((begin, end, name))
-        found[name] = _Entry(path, dtype, tuple(shape), first + begin)
-    reached = 0
-    for begin, end, name in sorted(places):
-        if begin < reached:
-            raise CheckpointDamagedError(f"{path}: {name} lies over another tensor")
-        reached = end
-    return found
-
-
-def _json(path: str, content: bytes | bytearray) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(pairs) != len(dict(pairs)):
-            raise ValueError("a name is there twice")
-        return dict(pairs)
-
     try:
-        read = json.loads(bytes(content), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointDamagedError(f"{path} cannot be read: {error}") from None
-    if not isinstance(read, dict):
-        raise CheckpointDamagedError(f"{path} has a {type(read).__name__} in place of a header")
-    return read
+        said = _decode_header(text)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointDamagedError(f"{path} cannot be read: {plain(str(error))}") from None
+    said.pop(METADATA, None)
+    if len(_PLACES.findall(text)) > len(said):
+        raise CheckpointDamagedError(f"{path} cannot be read: a name is there twice")
+    first, found, places = 8 + length, {}, []
+    for name, entry in said.items():
+        shape, place = entry.shape, entry.data_offsets
+        if type(shape) is not tuple or type(place) is not tuple:
+            raise CheckpointDamagedError(f"{path}: {plain(name)} lacks what says where it is")
+        if entry.dtype not in _DTYPES:
+            raise CheckpointMismatchError(
+                f"{path}: {plain(name)} is of dtype {plain(entry.dtype)}, which is not known"
+            )
+        dtype, itemsize = _DTYPES[entry.dtype]
+        begin, end = place
+        if end - begin != prod(shape) * itemsize or first + end > size:
+            raise CheckpointDamagedError(
+                f"{path}: {plain(name)}, {dtype} {list(shape)}, cannot be bytes {begin}:{end} of "
+                f"{size - first}"
+            )
+        places.append(place)
+        found[name] = _Entry(path, dtype, shape, first + begin)
+    for (_, reached), (begin, _) in pairwise(sorted(places)):
+        if begin < reached:
+            raise CheckpointDamagedError(f"{path}: a tensor lies over another tensor, at {begin}")
+    return found

@@ -6,6 +6,7 @@ import logging
 import operator
 import os
 import secrets
+import socket
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from xxhash import xxh3_64_hexdigest
 
+from phalanx import files
 from phalanx.checkpoint import state, storage
 from phalanx.checkpoint.async_saves import PendingSave, settle
 from phalanx.checkpoint.group import CheckpointGroup, group_for
@@ -222,7 +224,7 @@ class _Save:
         """Write this rank's files; their records as tuples."""
         seen = b""
         with suppress(FileNotFoundError, NotADirectoryError):
-            seen = storage.read_file(os.path.join(self.path, storage.BEGUN))
+            seen = files.read(os.path.join(self.path, storage.BEGUN), storage.MOST_BEGUN)
         if seen != self.nonce.encode():
             raise CheckpointIOError(
                 f"{self.path}, which rank 0 has just made, cannot be seen from here: give every "
@@ -282,11 +284,11 @@ def new_checkpoint(
         before = storage.committed(folder)
         new = storage.make_next(folder, manifest.step)
         try:
-            nonce = secrets.token_hex(16)
+            nonce = f"process {os.getpid()} on {socket.gethostname()}: {secrets.token_hex(16)}"
             storage.write_file(os.path.join(new.path, storage.BEGUN), nonce.encode())
             made = (os.path.basename(new.path), nonce, before[-1].path if before else "")
-            files = yield made
-            _commit(new.path, msgspec.structs.replace(manifest, files=files))
+            written = yield made
+            _commit(new.path, msgspec.structs.replace(manifest, files=written))
         except BaseException:
             _try_to_remove(new)
             raise
@@ -306,9 +308,10 @@ def _commit(path: str, manifest: Manifest) -> None:
     unfinished = os.path.join(path, storage.UNFINISHED)
     storage.write_file(os.path.join(path, storage.MANIFEST), content)
     storage.write_file(unfinished, encode(commit))
-    storage.sync_folder(path)
-    os.rename(unfinished, os.path.join(path, storage.COMMIT))
-    storage.sync_folder(path)
+    with files.folder(path) as at, files.naming(path):
+        storage.sync(at)
+        os.rename(storage.UNFINISHED, storage.COMMIT, src_dir_fd=at, dst_dir_fd=at)
+        storage.sync(at)
 
 
 def _check_seen(folder: str, file: FileRecord) -> None:

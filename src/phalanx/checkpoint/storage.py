@@ -2,6 +2,7 @@
 
 A file is durable when its bytes and its name are: after `fsync` of the file and of its folder. A
 process may be killed before, within or after any of these calls. Every OSError names the file.
+The folder that the user names may be a link. In it no link is followed (files.py).
 """
 
 from __future__ import annotations
@@ -11,77 +12,42 @@ import fcntl
 import logging
 import os
 import re
-import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import NamedTuple
 
-from phalanx.errors import CheckpointError, CheckpointIOError, MisuseError
+from phalanx import files
+from phalanx.errors import CheckpointError, CheckpointIOError, MisuseError, plain
 
 log = logging.getLogger("phalanx")
 
 
-@contextmanager
-def naming(path: str) -> Iterator[None]:
-    """Put the file's name into an OSError: those of read, write and fsync have none."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = path
-        raise
-
-
-@contextmanager
-def opened(path: str, flags: int) -> Iterator[int]:
-    """A descriptor, closed afterwards."""
-    with naming(path):
-        descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
-        try:
-            yield descriptor
-        except BaseException:
-            with suppress(OSError):  # the first error is the one to report
-                os.close(descriptor)
-            raise
-        os.close(descriptor)  # where a network file system may report that it had no room
-
-
-def write_all(descriptor: int, content: memoryview) -> None:
-    """Write all of it: one call may write less than it is given."""
-    while content:
-        content = content[os.write(descriptor, content) :]
-
-
 def write_file(path: str, content: bytes) -> None:
     """Write a new file, durable but for its name."""
-    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
-        write_all(descriptor, memoryview(content))
+    with files.new_file(path) as descriptor:
+        files.write_all(descriptor, content)
         os.fsync(descriptor)
 
 
-def read_file(path: str) -> bytes:
-    """The whole content of a file."""
-    content = bytearray()
-    with opened(path, os.O_RDONLY) as descriptor:
-        while more := os.read(descriptor, 1 << 20):
-            content += more
-    return bytes(content)
+def sync(folder: int) -> None:
+    """Make the names in a folder, of which this is a descriptor, durable."""
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # else this file system needs none, or has none
+            raise
 
 
 def sync_folder(path: str) -> None:
     """Make the names in a folder durable."""
-    with opened(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
-        try:
-            os.fsync(descriptor)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # else this file system needs none, or has none
-                raise
+    with files.folder(os.path.realpath(path)) as descriptor, files.naming(path):
+        sync(descriptor)
 
 
 def size_of(path: str) -> int:
     """The size in bytes, of the opened file: a network file system may cache that of a name."""
-    with opened(path, os.O_RDONLY) as descriptor:
+    with files.reading(path) as descriptor:
         return os.fstat(descriptor).st_size
 
 
@@ -90,7 +56,7 @@ def size_of(path: str) -> int:
 #
 #     runs/a/.phalanx-lock                     locked (flock) by rank 0 during a save
 #     runs/a/000007-step-120/                  the seventh save, after step 120
-#         begun                                a nonce: do all ranks see this folder?
+#         begun                                who saves, and a nonce: do all ranks see this folder?
 #         model-00000-of-00002.safetensors     at most one of each kind for each rank
 #         state-00000-of-00002.safetensors
 #         manifest.json                        where each tensor is, and the checksums of all files
@@ -103,8 +69,9 @@ BEGUN = "begun"
 MANIFEST = "manifest.json"
 COMMIT = "commit.json"
 UNFINISHED = "commit.json.unfinished"
-LOCK = ".phalanx-lock"  # no other program uses this name: the file is written to
-TENSOR_FILE = re.compile(r"(model|state)-\d{5,}-of-\d{5,}\.safetensors", re.ASCII)
+MOST_BEGUN = 1000  # bytes
+LOCK = ".phalanx-lock"
+TENSOR_FILE = re.compile(r"(model|state)-\d{5,9}-of-\d{5,9}\.safetensors", re.ASCII)
 _FOLDER = re.compile(r"(\d{6,})-step-(\d+)", re.ASCII)
 
 
@@ -127,15 +94,16 @@ def parse(path: str) -> CheckpointFolder | None:
     return CheckpointFolder(int(match[1]), int(match[2]), path) if match else None
 
 
-def numbered(folder: str) -> list[CheckpointFolder]:
-    """All numbered folders in a folder, by number."""
-    found = [parse(os.path.join(folder, name)) for name in os.listdir(folder)]
-    return sorted(each for each in found if each is not None and os.path.isdir(each.path))
+def numbered(folder: str, *, links: bool = False) -> list[CheckpointFolder]:
+    """All numbered folders in a folder, by number; with links to such or without them."""
+    found = filter(None, (parse(os.path.join(folder, name)) for name in os.listdir(folder)))
+    folders = (each for each in found if os.path.isdir(each.path))
+    return sorted(each for each in folders if links or not os.path.islink(each.path))
 
 
-def committed(folder: str) -> list[CheckpointFolder]:
-    """The checkpoints in a folder, by number."""
-    return [each for each in numbered(folder) if each.is_committed]
+def committed(folder: str, *, links: bool = False) -> list[CheckpointFolder]:
+    """The checkpoints in a folder, by number; with links to such or without them."""
+    return [each for each in numbered(folder, links=links) if each.is_committed]
 
 
 def make_next(folder: str, step: int) -> CheckpointFolder:
@@ -166,15 +134,11 @@ def remove(folder: CheckpointFolder) -> None:
     The commit record goes first, durably: a removal that is killed leaves a whole checkpoint or
     none. Files of other names stay, and the folder with them; links are not followed.
     """
-    if os.path.islink(folder.path):
-        return
-    with suppress(FileNotFoundError):
-        os.unlink(os.path.join(folder.path, COMMIT))
-    sync_folder(folder.path)  # always: an earlier removal may have been killed after the unlink
-    for name in os.listdir(folder.path):
-        if name in {BEGUN, MANIFEST, UNFINISHED} or TENSOR_FILE.fullmatch(name):
-            with suppress(FileNotFoundError):
-                os.unlink(os.path.join(folder.path, name))
+    with files.folder(folder.path) as at, files.naming(folder.path):
+        files.remove_in(at, COMMIT.__eq__)
+        sync(at)  # always: an earlier removal may have been killed after the unlink
+        records = {BEGUN, MANIFEST, UNFINISHED}
+        files.remove_in(at, lambda name: name in records or TENSOR_FILE.fullmatch(name))
     with suppress(OSError):  # not empty
         os.rmdir(folder.path)
     sync_folder(os.path.dirname(folder.path))
@@ -199,15 +163,14 @@ def locked(folder: str, timeout: float) -> Iterator[None]:
     """
     path = os.path.join(folder, LOCK)
     deadline = time.monotonic() + timeout
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = files.open_lock(path)
     try:
-        with naming(path):
+        with files.naming(path):
             while not _acquired(descriptor, path):
                 if time.monotonic() >= deadline:
-                    holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
                     raise CheckpointError(
-                        f"{folder} is being saved into by {holder or 'somebody else'}: wait for "
-                        "that save, or give each job a folder of its own"
+                        f"{folder} is being saved into by {_holder(folder)}: wait for that save, "
+                        "or give each job a folder of its own"
                     )
                 time.sleep(_PAUSE)
         yield
@@ -228,10 +191,17 @@ def _acquired(descriptor: int, path: str) -> bool:
         if error.errno not in _NO_LOCKS:
             raise
         log.warning("%s: no locks here: let only one job save in it", path)
-        return True
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return True
+
+
+def _holder(folder: str) -> str:
+    """Who saves into a folder, as far as the new checkpoint says it."""
+    for each in reversed(numbered(folder)):
+        if not each.is_committed:
+            with suppress(OSError):
+                begun = files.read(os.path.join(each.path, BEGUN), MOST_BEGUN)
+                return plain(begun.decode(errors="replace").partition(":")[0])
+    return "somebody else"
 
 
 # ------------------------------------------------------------------------------
@@ -239,20 +209,29 @@ def _acquired(descriptor: int, path: str) -> bool:
 #
 #     out                  what was asked for; it may be there already if it is empty
 #     .out.unfinished      beside it, locked (flock) while it is written, then renamed to `out`
+#
+# What a killed process left of it is removed. Only a folder of this user is taken for one, in which
+# there is nothing but what is exported.
 
+_EXPORTED = re.compile(
+    r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json"
+    r"|\.metadata(\.tmp)?|__\d+_\d+_\d+\.distcp",
+    re.ASCII,
+)
 _NO_FOLDER_LOCKS = _NO_LOCKS | {errno.EBADF}  # of NFS, which locks what is open for writing only
 
 
 @contextmanager
-def new_folder(path: str, nbytes: int) -> Iterator[str]:
+def new_folder(path: str, nbytes: int, names: Collection[str] = ()) -> Iterator[str]:
     """Give a folder to write into, which becomes `path` at the end of the block.
 
     nbytes   how many bytes will be written; raises `CheckpointIOError` if there is no room for them
+    names    of what is copied into it, beside the model
 
     Files in it have to be durable by then. If the block raises, the folder is removed. A kill
     leaves it beside `path`, and the next attempt removes what is in it. Raises `MisuseError` if
     there is something at `path`, but for an empty folder; `CheckpointError` while another process
-    writes it.
+    writes it, and if what is beside it is no folder that an export of this user's has left.
     """
     path = os.path.realpath(path)
     if os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path)):
@@ -260,32 +239,47 @@ def new_folder(path: str, nbytes: int) -> Iterator[str]:
     parent, name = os.path.split(path)
     make_parents(parent)
     unfinished = os.path.join(parent, f".{name}.unfinished")
-    with naming(unfinished), _held(unfinished):
+    with files.naming(unfinished), _held(unfinished) as at:
+
+        def remove_ours() -> list[str]:
+            return files.remove_in(at, lambda name: name in names or _EXPORTED.fullmatch(name))
+
+        if others := remove_ours():  # left over: the lock says that nobody writes them
+            raise CheckpointError(
+                f"{unfinished} has {plain(others[0])}, which no export has left there: move it away"
+            )
         try:
-            _remove_files(unfinished)  # left over: the lock says that nobody writes them
             check_room(parent, nbytes)
             yield unfinished
-            sync_folder(unfinished)
+            sync(at)
             os.rename(unfinished, path)
         except BaseException:
             with suppress(OSError):  # the first error is the one to report
-                _remove_files(unfinished)
+                remove_ours()
                 os.rmdir(unfinished)
             raise
         sync_folder(parent)
 
 
 @contextmanager
-def _held(folder: str) -> Iterator[None]:
-    """Make a folder, if it is not there, and hold a lock on it."""
+def _held(folder: str) -> Iterator[int]:
+    """Make a folder, if it is not there, and hold a lock on it; gives a descriptor of it."""
     while True:
+        made = False
         with suppress(FileExistsError):
             os.mkdir(folder)
-        try:
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:  # another process has finished, and renamed it
-            continue
-        try:
+            made = True
+        with ExitStack() as stack:
+            try:
+                descriptor = stack.enter_context(files.folder(folder))
+            except FileNotFoundError:  # another process has finished, and renamed it
+                continue
+            status = os.fstat(descriptor)
+            if not made and status.st_uid != os.geteuid():
+                raise CheckpointError(
+                    f"{folder} is there, and belongs to user {status.st_uid}: have it removed, or "
+                    "name another folder"
+                )
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -297,17 +291,12 @@ def _held(folder: str) -> Iterator[None]:
                 if error.errno not in _NO_FOLDER_LOCKS:
                     raise
                 log.warning("%s: no locks here: let only one process write it", folder)
+            same = False
             with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
-                    yield
-                    return
-        finally:
-            os.close(descriptor)
-
-
-def _remove_files(folder: str) -> None:
-    for name in os.listdir(folder):
-        os.unlink(os.path.join(folder, name))
+                same = os.path.samestat(status, os.lstat(folder))
+            if same:
+                yield descriptor
+                return
 
 
 def check_room(folder: str, nbytes: int) -> None:

@@ -125,10 +125,14 @@ def describe(checkpoint: StoredCheckpoint) -> dict[str, Any]:
         ]
 
     saved = manifest.optimizer
+    reader = Reader(checkpoint.path, manifest)
     optimizer = saved and {
         "kind": saved.kind,
         "groups": [
-            {"parameters": len(group.parameters), "options": group.options}
+            {
+                "parameters": len(group.parameters),
+                "options": reader.request(group.options, dict),
+            }
             for group in saved.groups
         ],
         "state": Counter(key for of_parameter in saved.state.values() for key in of_parameter),

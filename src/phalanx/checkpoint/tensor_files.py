@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
+from phalanx import files
 from phalanx.checkpoint.manifest import (
     FileRecord,
     Json,
@@ -36,8 +37,7 @@ from phalanx.checkpoint.manifest import (
     TensorRecord,
     from_json,
 )
-from phalanx.checkpoint.storage import opened, write_all
-from phalanx.errors import CheckpointDamagedError
+from phalanx.errors import CheckpointDamagedError, CheckpointError, plain
 from phalanx.parallel.wrapper import Slice
 from phalanx.wire.codec import DTYPES
 from phalanx.wire.memory import tensor_bytes
@@ -158,7 +158,7 @@ def write_tensors(
     """
     size, checksums, of_block = 0, [], xxh3_64()
     path = os.path.join(folder, file.name)
-    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+    with files.new_file(path) as descriptor:
         contents = (bytes_of(shard) for shard, _ in file.shards)  # copies are there one at a time
         for memory in chain([memoryview(file.header)], contents):
             rest = memory
@@ -166,7 +166,7 @@ def write_tensors(
                 room = block - size % block
                 now, rest = rest[:room], rest[room:]
                 of_block.update(now)
-                write_all(descriptor, now)
+                files.write_all(descriptor, now)
                 size += len(now)
                 if size % block == 0:
                     checksums.append(of_block.hexdigest())
@@ -211,10 +211,18 @@ class Reader:
         self.manifest = manifest
         self._requests: dict[int, list[_Request]] = defaultdict(list)
         self._whole: dict[str, Tensor] = {}
+        self._referred = 0  # bytes of the copies that values get
+        self._most = HELD + 16 * sum(file.bytes for file in manifest.files)
 
     def part(self, record: TensorRecord, part: Slice) -> Tensor:
         """Request a part of a tensor: a flat one, which `read` fills."""
-        flat = torch.empty(part.numel, dtype=DTYPES[record.dtype])
+        try:
+            flat = torch.empty(part.numel, dtype=DTYPES[record.dtype])
+        except (MemoryError, RuntimeError):
+            raise CheckpointError(
+                f"{self._path} has a tensor, {record.dtype} {list(record.shape)}, for which there "
+                "is no memory here"
+            ) from None
         memory, size = tensor_bytes(flat), flat.element_size()
         for shard, first, last in overlaps(record.pieces, part.start, part.stop):
             into = memory[size * (first - part.start) : size * (last - part.start)]
@@ -227,6 +235,9 @@ class Reader:
         if name not in self._whole:
             record = self.record(name)
             self._whole[name] = self.part(record, Slice.whole(record.shape)).view(record.shape)
+        self._referred += self._whole[name].nbytes
+        if self._referred > self._most:
+            raise CheckpointDamagedError(f"{self._path} refers too often to {plain(name)}")
         return self._whole[name]
 
     def copy(self, name: str) -> Tensor:
@@ -263,7 +274,7 @@ class Reader:
             file = self.manifest.files[number]
             path = os.path.join(self._path, file.name)
             try:
-                with opened(path, os.O_RDONLY) as descriptor:
+                with files.reading(path) as descriptor:
                     _read_blocks(descriptor, path, file, requests)
             except FileNotFoundError:
                 raise CheckpointDamagedError(f"{path} is missing") from None
@@ -309,7 +320,7 @@ def verify_file(folder: str, file: FileRecord, advance: Callable[[int], object])
     """
     path = os.path.join(folder, file.name)
     try:
-        with opened(path, os.O_RDONLY) as descriptor:
+        with files.reading(path) as descriptor:
             _check_size(descriptor, path, file)
             buffer = memoryview(bytearray(min(file.block, file.bytes)))
             for number in range(-(-file.bytes // file.block)):

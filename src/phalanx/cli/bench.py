@@ -32,11 +32,13 @@ The exit code is 1 if any result was wrong.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phalanx import files
 from phalanx.errors import MisuseError
 
 if TYPE_CHECKING:
@@ -172,13 +174,13 @@ def bench_command(
     report = start.new_report(wanted, counts, table)
     if _run_and_show(report):
         if json_file is not None:
-            json_file.write_bytes(reports.as_json(report))
+            files.write(os.path.realpath(json_file), reports.as_json(report))
             typer.echo(f"{json_file}: all figures")
         if plot is not None:
             reports.draw(report, plot)
             typer.echo(f"{plot}: the picture")
         if tune is not None:
-            tune.write_bytes(reports.as_tuning(report))
+            files.write(os.path.realpath(tune), reports.as_tuning(report))
             typer.echo(
                 f"{tune}: with PHALANX_TUNING={tune} in the environment of every rank, and the "
                 "same file on every host, auto picks by it"

@@ -25,12 +25,15 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from phalanx.errors import plain
+
 if TYPE_CHECKING:
     from phalanx.checkpoint.stored import Advance
 
 checkpoint_app = typer.Typer(help=__doc__, no_args_is_help=True)
 _T = TypeVar("_T")
 _SHOWN = 40  # rows of a table
+_LONGEST_LINE = 4000  # characters
 
 Folder = Annotated[
     Path,
@@ -80,28 +83,29 @@ def _show(found: dict[str, Any], shown: int) -> None:
 
     model, state, optimizer = found["model"], found["state"], found["optimizer"]
     elements = sum(prod(tensor["shape"]) for tensor in model)
-    typer.echo(
-        f"{found['folder']}: step {found['step']}, saved by {_count(found['ranks'], 'rank')}"
-    )
-    typer.echo(f"with      phalanx {found['phalanx']}, torch {found['torch']}")
-    typer.echo(f"files     {len(found['files'])}, {_size(found['bytes'])}")
-    typer.echo(f"model     {len(model)} tensors, {elements:,} elements, {_size(_bytes(model))}")
+    _say(f"{found['folder']}: step {found['step']}, saved by {_count(found['ranks'], 'rank')}")
+    _say(f"with      phalanx {found['phalanx']}, torch {found['torch']}")
+    _say(f"files     {len(found['files'])}, {_size(found['bytes'])}")
+    _say(f"model     {len(model)} tensors, {elements:,} elements, {_size(_bytes(model))}")
     if found["part"]:
         part, count = found["part"]
-        typer.echo(f"part      {part} of {count}, counted from 0, of a tensor-parallel model")
+        _say(f"part      {part} of {count}, counted from 0, of a tensor-parallel model")
     if found["aliases"]:
         tied = (f"{other} = {name}" for other, name in found["aliases"].items())
-        typer.echo(f"tied      {_some(list(tied))}")
+        _say(f"tied      {_some(list(tied))}")
     if found["values"]:
-        typer.echo(f"values    {_some(found['values'])}")
+        _say(f"values    {_some(found['values'])}")
     if optimizer:
         keys = ", ".join(f"{key} of {n}" for key, n in optimizer["state"].items()) or "no state"
-        typer.echo(f"optimizer {optimizer['kind']}: {keys} parameters")
+        _say(f"optimizer {optimizer['kind']}: {keys} parameters")
         for number, group in enumerate(optimizer["groups"]):
-            options = ", ".join(f"{k}={_plain(v)}" for k, v in group["options"].items())
-            typer.echo(f"  group {number}: {group['parameters']} parameters, {options}")
-    typer.echo(f"state     {len(state)} tensors, {_size(_bytes(state))}")
-    typer.echo(f"extra     {_some(found['extra']) or 'none'}\n")
+            options = ", ".join(
+                f"{k}={plain(str(_untagged(v)))}" for k, v in group["options"].items()
+            )
+            _say(f"  group {number}: {group['parameters']} parameters, {options}")
+    _say(f"state     {len(state)} tensors, {_size(_bytes(state))}")
+    _say(f"extra     {_some(found['extra']) or 'none'}")
+    typer.echo()
     table = Table(box=None, pad_edge=False)
     for name in ("tensor", "dtype", "shape", "size", "written by"):
         table.add_column(name, justify="right" if name == "size" else "left", no_wrap=True)
@@ -109,10 +113,10 @@ def _show(found: dict[str, Any], shown: int) -> None:
         ranks = tensor["ranks"]
         who = f"rank {ranks[0]}" if len(ranks) == 1 else _count(len(ranks), "rank")
         shape = " x ".join(map(str, tensor["shape"])) or "-"
-        table.add_row(tensor["name"], tensor["dtype"], shape, _size(tensor["bytes"]), who)
+        table.add_row(plain(tensor["name"]), tensor["dtype"], shape, _size(tensor["bytes"]), who)
     Console(highlight=False, soft_wrap=True, markup=False).print(table)
     if len(model) > shown:
-        typer.echo(f"and {len(model) - shown} more: --all shows them")
+        _say(f"and {len(model) - shown} more: --all shows them")
 
 
 @checkpoint_app.command("verify")
@@ -125,10 +129,10 @@ def verify_command(*, folder: Folder, step: Step = None) -> None:
         phalanx checkpoint verify runs/a
     """
     from phalanx.checkpoint.stored import checkpoints_in, nbytes_in, verify  # noqa: PLC0415
-    from phalanx.errors import CheckpointDamagedError  # noqa: PLC0415
+    from phalanx.errors import CheckpointDamagedError, CheckpointIOError  # noqa: PLC0415
 
     paths = _done("verify", lambda: checkpoints_in(folder, step))
-    damaged: list[CheckpointDamagedError] = []
+    damaged: list[Exception] = []
     fine: list[str] = []
     with _progress("verify") as begin:
         advance = begin(sum(map(nbytes_in, paths)))
@@ -136,12 +140,12 @@ def verify_command(*, folder: Folder, step: Step = None) -> None:
             try:
                 nbytes = _done("verify", partial(verify, path, advance))
                 fine.append(f"{path}: {_size(nbytes)}")
-            except CheckpointDamagedError as error:
+            except (CheckpointDamagedError, CheckpointIOError) as error:
                 damaged.append(error)
     for problem in damaged:
-        typer.echo(f"damaged  {problem}")
+        _say(f"damaged  {problem}")
     for line in fine:
-        typer.echo(f"ok       {line}")
+        _say(f"ok       {line}")
     raise typer.Exit(1 if damaged else 0)
 
 
@@ -218,9 +222,9 @@ def export_command(
                     "from_pretrained needs a config.json beside them: --config copies one"
                 )
     for note in exported.notes:
-        typer.echo(f"Note: {note}")
+        _say(f"Note: {note}")
     files = _count(len(exported.files), "file")
-    typer.echo(f"{out}: step {checkpoint.manifest.step}, {files}, {_size(exported.nbytes)}")
+    _say(f"{out}: step {checkpoint.manifest.step}, {files}, {_size(exported.nbytes)}")
 
 
 @checkpoint_app.command("import")
@@ -275,8 +279,8 @@ def import_command(
             ),
         )
     for note in imported.notes:
-        typer.echo(f"Note: {note}")
-    typer.echo(f"{imported.path}: step {imported.step}, {imported.tensors} tensors")
+        _say(f"Note: {note}")
+    _say(f"{imported.path}: step {imported.step}, {imported.tensors} tensors")
 
 
 # ------------------------------------------------------------------------------
@@ -288,6 +292,11 @@ def _done(what: str, attempt: Callable[[], _T]) -> _T:
     from phalanx.checkpoint.group import CheckpointGroup  # noqa: PLC0415
 
     return CheckpointGroup(None, what, None).on_all(attempt)[0]
+
+
+def _say(text: str) -> None:
+    """Print a line, in which there may be names and texts that others have written."""
+    typer.echo(plain(text, _LONGEST_LINE))
 
 
 @contextmanager
@@ -325,10 +334,10 @@ def _count(count: int, what: str) -> str:
 
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(names[:8]) + more
+    return ", ".join(map(plain, names[:8])) + more
 
 
-def _plain(option: object) -> object:
+def _untagged(option: object) -> object:
     """An option without the tag that JSON needs for it."""
     if isinstance(option, dict) and len(option) == 1:
         return next(iter(option.values()))

@@ -17,18 +17,19 @@ import math
 import os
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 from xxhash import xxh3_64_hexdigest
 
+from phalanx import files
 from phalanx.collectives.schedules import COLLECTIVES
 from phalanx.core.backend import Backend, SubBackend
-from phalanx.errors import MisuseError
+from phalanx.errors import MisuseError, plain
 
 VARIABLE = "PHALANX_TUNING"
 FORMAT = "phalanx tuning 1"
+MOST_BYTES = 64 << 20
 
 
 class TuningTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +92,7 @@ def _load() -> Known:
     if not path:
         return "", {}
     try:
-        content = Path(path).read_bytes()
+        content = files.read(path, MOST_BYTES, follow=True)
     except OSError as error:
         raise MisuseError(
             f"{VARIABLE}={path} cannot be read ({error}): unset it, or write the file with "
@@ -112,10 +113,10 @@ def read_tuning(content: bytes, path: str) -> Tuning:
             raise ValueError(f"its format is {tuning.format!r}, not {FORMAT!r}")
         for table in tuning.tables:
             _check(table)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise MisuseError(
-            f"{path} is no table of what algorithms took ({error}): write it again with `phalanx "
-            "bench --tune FILE`"
+            f"{path} is no table of what algorithms took ({plain(str(error))}): write it again "
+            "with `phalanx bench --tune FILE`"
         ) from None
     return tuning
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from time import time
 from typing import Any
 
+from phalanx import files
 from phalanx.core.call import Call
 from phalanx.core.posted import WorkBase
 from phalanx.errors import BackendUnavailableError, MisuseError
@@ -180,11 +181,12 @@ class Trace:
 
 def _create(folder: Path, rank: int) -> int:
     folder.mkdir(parents=True, exist_ok=True)
+    folder = folder.resolve()
     number = 0
     while True:
         path = folder / f"rank-{rank}-{os.getpid()}-{number}.json"
-        with suppress(FileExistsError):
-            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+        with suppress(FileExistsError), files.new_file(str(path), 0o644) as file:
+            return os.dup(file)
         number += 1
 
 

@@ -27,9 +27,9 @@ from phalanx.core.counters import Counts
 from phalanx.core.engine import Engine
 from phalanx.core.group import Group
 from phalanx.core.posted import Wait, WorkBase
-from phalanx.errors import DistributedError
+from phalanx.errors import DistributedError, plain
 from phalanx.launch.environment import World, read_environment
-from phalanx.launch.state import MOST_VALUES, JobState, RankState, number, plain
+from phalanx.launch.state import MOST_VALUES, JobState, RankState, number
 from phalanx.launch.watch_folder import (
     PERIOD,
     VARIABLE,

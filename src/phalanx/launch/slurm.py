@@ -30,6 +30,7 @@ from phalanx.errors import (
     CollectiveTimeoutError,
     MisuseError,
 )
+from phalanx.files import write
 from phalanx.launch.reaper import die_with_parent
 from phalanx.launch.store import tries
 from phalanx.transport.tcp.addresses import resolve
@@ -233,15 +234,7 @@ def _leave(path: Path) -> str:
     with suppress(AuthenticationError):
         return _read(path)
     token = secrets.token_hex(32)
-    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with open(descriptor, "w") as file:
-            file.write(f"{token}\n")
-        unfinished.replace(path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
+    write(str(path), f"{token}\n".encode(), 0o600)
     return token
 
 

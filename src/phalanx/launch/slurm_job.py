@@ -15,7 +15,6 @@ into the queue, with the same folder and token, and another SLURM_RESTART_COUNT.
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import shlex
@@ -27,6 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.errors import BackendUnavailableError, InvalidWorldSizeError, MisuseError
+from phalanx.files import write
 from phalanx.launch.report import AGAIN
 from phalanx.launch.run import Job
 from phalanx.launch.slurm import FIRST_PORT, PORTS, STEPS
@@ -93,8 +93,8 @@ class BatchJob:
         with ExitStack() as undo:
             folder = self._make_folder()
             undo.callback(shutil.rmtree, folder, ignore_errors=True)
-            _write(folder / "token", f"{secrets.token_hex(32)}\n")
-            _write(folder / "job.sh", self._script(folder))
+            write(str(folder / "token"), f"{secrets.token_hex(32)}\n".encode(), 0o600)
+            write(str(folder / "job.sh"), self._script(folder).encode(), 0o600)
             ended = subprocess.run(
                 ["sbatch", str(folder / "job.sh")], capture_output=True, text=True, check=False
             )
@@ -175,9 +175,3 @@ fi
 rm -f {token}
 exit $code
 """
-
-
-def _write(path: Path, text: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "w") as file:
-        file.write(text)

@@ -11,10 +11,11 @@ All are JSON (msgspec), never pickle. Whoever reads them bounds what others have
 from __future__ import annotations
 
 import math
-import re
 from typing import Literal
 
 import msgspec
+
+from phalanx.errors import plain
 
 Status = Literal["starting", "running", "stopped", "dead", "unreachable", "ended"]
 """What the process of a rank is doing:
@@ -27,7 +28,6 @@ Status = Literal["starting", "running", "stopped", "dead", "unreachable", "ended
     ended     it has ended well: exit code 0, or 75 after a notice; or it has left the job
 """
 
-LONGEST_TEXT = 400  # characters of any text; the rest is cut off
 MOST_VALUES = 16  # of what the program logs
 MOST_RANKS = 64  # of those for which a rank says it waits
 MOST_BYTES = 1 << 20  # of one file of states
@@ -143,7 +143,6 @@ class OtherNodes(msgspec.Struct, kw_only=True):
     nodes: list[NodePlace]
 
 
-_STYLES = re.compile(r"\x1b\[[0-9;?]{0,16}[A-Za-z]")
 _TEXTS = tuple(
     "host machine reason operation signature group where last_call log".split()  # noqa: SIM905
 )
@@ -152,17 +151,6 @@ _TEXTS = tuple(
 def number(value: float) -> float | str:
     """Return a logged number as it stands in `RankState.values`."""
     return value if math.isfinite(value) else str(float(value))
-
-
-def plain(text: str) -> str:
-    """Return one line of text that does nothing to a terminal, of bounded length.
-
-    Colours and the like go; what else is not printable (escapes, new lines, controls of direction)
-    becomes a space.
-    """
-    text = _STYLES.sub("", text[: 4 * LONGEST_TEXT])
-    shown = "".join(c if c.isprintable() else " " for c in text)
-    return shown if len(shown) <= LONGEST_TEXT else shown[: LONGEST_TEXT - 1] + "…"
 
 
 def bounded(state: RankState) -> RankState:

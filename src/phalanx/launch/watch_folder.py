@@ -31,7 +31,8 @@ from typing import TypeVar
 
 import msgspec
 
-from phalanx.errors import MisuseError
+from phalanx import files
+from phalanx.errors import MisuseError, plain
 from phalanx.launch.state import (
     MOST_BYTES,
     JobState,
@@ -39,7 +40,6 @@ from phalanx.launch.state import (
     RankState,
     Status,
     bounded,
-    plain,
 )
 from phalanx.transport.tcp.heartbeat import host_id, is_stopped
 
@@ -77,15 +77,7 @@ class WatchFolder:
         """Publish a part of the job, or `OTHERS`. `OSError` when it cannot be written: nothing is
         left then.
         """
-        path = self.path / f".{name}.{os.getpid()}"
-        try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            with open(os.open(path, flags, 0o600), "wb") as file:
-                file.write(msgspec.json.encode(part))
-            path.replace(self.path / name)
-        except OSError:
-            path.unlink(missing_ok=True)
-            raise
+        files.write(str(self.path / name), msgspec.json.encode(part), 0o600)
 
     def _touched_at(self) -> int:
         with suppress(OSError):
@@ -96,8 +88,7 @@ class WatchFolder:
 
     def touch(self) -> None:
         """Ask for more. `OSError` when the folder is gone, or another user's."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        marker = os.open(self.path / _MARKER, flags, 0o600)
+        marker = files.open_lock(str(self.path / _MARKER), 0o600)
         try:
             os.utime(marker, ns=(time.time_ns(),) * 2)
         finally:
@@ -160,14 +151,12 @@ class WatchFolder:
 def _read_file(path: Path, kind: type[T]) -> T | None:
     """Return what was published there; None for what is no such file."""
     try:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with open(os.open(path, flags), "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
+        with files.reading(str(path), MOST_BYTES) as file:
+            if os.fstat(file).st_uid != os.getuid():
                 return None
-            data = file.read(MOST_BYTES + 1)
-        return msgspec.json.decode(data, type=kind) if len(data) <= MOST_BYTES else None
-    except (OSError, msgspec.MsgspecError):
+            data = os.read(file, MOST_BYTES)
+        return msgspec.json.decode(data, type=kind)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
 

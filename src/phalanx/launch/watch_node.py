@@ -23,9 +23,9 @@ from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 
-from phalanx.errors import MisuseError
+from phalanx.errors import MisuseError, plain
 from phalanx.launch.report import AGAIN, describe_failure
-from phalanx.launch.state import JobState, OtherNodes, RankState, Status, plain
+from phalanx.launch.state import JobState, OtherNodes, RankState, Status
 from phalanx.launch.store import Nodes
 from phalanx.launch.supervisor import RankProcess
 from phalanx.launch.watch_folder import (

@@ -24,8 +24,8 @@ from contextlib import suppress
 
 import msgspec
 
-from phalanx.errors import AuthenticationError, BackendUnavailableError, MisuseError
-from phalanx.launch.state import MOST_BYTES, JobState, bounded, plain
+from phalanx.errors import AuthenticationError, BackendUnavailableError, MisuseError, plain
+from phalanx.launch.state import MOST_BYTES, JobState, bounded
 from phalanx.launch.watch_folder import PERIOD, VARIABLE, WatchFolder
 from phalanx.transport.tcp.admission import MAKE_ONE, PATIENCE, Acceptor, find_token, speak
 from phalanx.transport.tcp.loop import Reactor

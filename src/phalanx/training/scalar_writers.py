@@ -24,8 +24,11 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
+
+from phalanx import files
 
 PROJECT = "phalanx"
 RESERVED = ("step", "time")  # keys of a line that are no names of scalars
@@ -48,8 +51,9 @@ class JsonLines:
     """
 
     def __init__(self, path: str, name: str, first: int) -> None:
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        path = os.path.realpath(path)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        self._descriptor = files.own_file(path)
         try:
             self._size = _bytes_before(path, first)
             os.ftruncate(self._descriptor, self._size)
@@ -76,18 +80,20 @@ class JsonLines:
 
 
 _START = b'{"step": '  # of every line
+_LONGEST = 16 << 20  # bytes of a line
 
 
 def _bytes_before(path: str, first: int) -> int:
     """How many bytes the lines of earlier steps have; the last line may be half a line."""
     size = 0
-    with open(path, "rb") as lines:
-        for number, line in enumerate(lines, 1):
+    with files.reading(path) as file, open(file, "rb", closefd=False) as lines:
+        for number, line in enumerate(iter(partial(lines.readline, _LONGEST), b""), 1):
             try:
                 step = json.loads(line)["step"]
-            except (ValueError, TypeError, KeyError):
+            except (ValueError, TypeError, KeyError, RecursionError):
                 step = None
-            if not line.endswith(b"\n") and _START.startswith(line[: len(_START)]):
+            cut_off = not line.endswith(b"\n") and len(line) < _LONGEST
+            if cut_off and _START.startswith(line[: len(_START)]):
                 break  # half a record, whose writer was killed
             if type(step) is not int:
                 raise ValueError(

@@ -4,6 +4,7 @@ the table that `auto` reads."""
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.table import Table
 from phalanx.collectives.schedules import COLLECTIVES
 from phalanx.collectives.tuning import FORMAT, Tuning, TuningTable
 from phalanx.errors import MisuseError
+from phalanx.files import replacing
 from phalanx.tools.bench.operations import OPERATIONS, task_of
 from phalanx.tools.bench.peers import MACHINE, PEERS, PeerTable
 from phalanx.tools.bench.request import (
@@ -388,7 +390,8 @@ def draw(report: BenchReport, path: Path) -> None:
         panel.set_title(title)
     for panel in axes[len(panels) :]:
         panel.set_axis_off()
-    figure.savefig(path, dpi=120)
+    with replacing(os.path.realpath(path)) as file, open(file, "wb", closefd=False) as out:
+        figure.savefig(out, format=path.suffix[1:].lower(), dpi=120)
 
 
 def _draw_panel(panel: Axes, lines: list[ResultLine]) -> None:

@@ -26,6 +26,7 @@ from phalanx.errors import (
     MisuseError,
     PeerLostError,
 )
+from phalanx.files import write
 from phalanx.launch.environment import STORE_VARIABLE, read_environment
 from phalanx.launch.reaper import GRACE, Reaper
 from phalanx.launch.store import hold_store
@@ -158,8 +159,8 @@ def run_ranks(request: BenchRequest, ranks: int, peers: PeerTable = PEERS) -> It
     scripts = dict.fromkeys(peers[name].script for name in request.backends)
     with _working_folder() as path, Reaper(path) as reaper:
         folder = Path(path)
-        (folder / REQUEST).write_bytes(msgspec.json.encode(request))
-        (folder / FOUND).touch()
+        write(str(folder / REQUEST), msgspec.json.encode(request))
+        write(str(folder / FOUND), b"")
         store = hold_store("127.0.0.1", 0, timeout=request.timeout)
         program = [sys.executable, "-m", "phalanx.tools.bench.rank", path]
         program += [script for script in scripts if script]

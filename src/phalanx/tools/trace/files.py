@@ -12,14 +12,16 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
-from phalanx.errors import MisuseError
+from phalanx.errors import MisuseError, plain
+from phalanx.files import reading
 
-_FILE_NAME = re.compile(r"rank-(\d+)-(\d+)-(\d+)\.json")
+_FILE_NAME = re.compile(r"rank-(\d{1,9})-(\d{1,9})-(\d{1,9})\.json", re.ASCII)
 
 
 class TraceEvent(msgspec.Struct, gc=False):
@@ -57,6 +59,7 @@ class EventArgs(msgspec.Struct, gc=False):
 _decode = msgspec.json.Decoder(TraceEvent).decode
 _decode_args = msgspec.json.Decoder(EventArgs).decode
 
+_LONGEST = 1 << 20  # bytes of a line
 _BETWEEN = b" \r\t\n,"
 """What is between events."""
 
@@ -89,7 +92,7 @@ class TraceFile:
 
     def __post_init__(self) -> None:
         place = 0
-        for line in self.data:
+        for line in iter(partial(self.data.readline, _LONGEST), b""):
             begin, place = place, place + len(line)
             text = line.strip(_BETWEEN)
             if text in (b"[", b"]", b""):
@@ -109,7 +112,8 @@ class TraceFile:
                 self.places.append(begin)
                 self.ended = max(self.ended, event.ts + max(event.dur, 0.0))
             elif event.name == "phalanx":
-                self.world_size, self.host, self.started = args.world_size, args.host, args.started
+                self.world_size, self.started = args.world_size, args.started
+                self.host = plain(args.host)
         self.started = self.started or min(self.times, default=0.0) / 1e6
 
     def operations(self) -> Iterator[tuple[float, TraceFile, TraceEvent, EventArgs]]:
@@ -141,7 +145,9 @@ def open_traces(folder: Path) -> Iterator[list[TraceFile]]:
         files: list[TraceFile] = []
         try:
             for path, rank in named:
-                files.append(TraceFile(path, rank, stack.enter_context(path.open("rb"))))
+                opened = stack.enter_context(reading(str(path)))
+                data = stack.enter_context(open(opened, "rb", closefd=False))
+                files.append(TraceFile(path, rank, data))
         except OSError as error:
             raise MisuseError(f"a trace cannot be read: {error}") from error
         runs: Counter[int] = Counter()

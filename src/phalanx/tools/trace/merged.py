@@ -19,7 +19,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -27,6 +26,7 @@ from pathlib import Path
 import msgspec
 
 from phalanx.errors import MisuseError
+from phalanx.files import reading, replacing
 from phalanx.tools.trace.files import EventArgs, TraceEvent, TraceFile, open_traces
 from phalanx.tools.trace.profile import Part, Profile
 
@@ -70,7 +70,7 @@ class MergedTrace:
 
 def merged_file(folder: Path, output: Path | None = None) -> Path:
     """Where `merge` writes."""
-    return output or folder / "merged.json"
+    return output.resolve() if output is not None else folder / "merged.json"
 
 
 def merge(folder: Path, output: Path | None = None) -> MergedTrace:
@@ -87,19 +87,15 @@ def merge(folder: Path, output: Path | None = None) -> MergedTrace:
         for file in files:
             ranks.setdefault(file.rank, RankSummary(file.rank, file.host)).runs += 1
         stragglers, profile = Stragglers(ranks), _empty_profile(files)
-        part = output.with_name(f"{output.name}.part")
         try:
-            with part.open("wb") as out:
+            with replacing(str(output)) as part, open(part, "wb", closefd=False) as out:
                 separator = _HEAD
                 for event in _merged_events(files, ranks, stragglers, profile):
                     out.write(separator)
                     out.write(msgspec.json.encode(event))
                     separator = b",\n"
                 out.write(b"\n]}\n")
-            os.replace(part, output)
         except OSError as error:
-            with suppress(OSError):
-                part.unlink()
             raise MisuseError(
                 f"{output} cannot be written ({error}): name another file with -o"
             ) from error
@@ -111,8 +107,8 @@ def merge(folder: Path, output: Path | None = None) -> MergedTrace:
 
 def _check_replaceable(output: Path) -> None:
     try:
-        with output.open("rb") as file:
-            ours = file.read(len(_HEAD)) == _HEAD
+        with reading(str(output)) as file:
+            ours = os.read(file, len(_HEAD)) == _HEAD
     except FileNotFoundError:
         return
     except OSError as error:

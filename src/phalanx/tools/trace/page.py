@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.errors import MisuseError
+from phalanx.files import reading, write
 from phalanx.tools.one_page import as_text, assemble
 from phalanx.tools.trace.merged import MergedTrace, RankSummary
 from phalanx.tools.trace.profile import BINS, STATES, RankProfile, Slow
@@ -67,8 +68,8 @@ def _beside(output: Path, suffix: str, option: str) -> Path:
         raise MisuseError(f"{option} would write {path}, as -o does: give -o a name in .json")
     with suppress(FileNotFoundError):
         try:
-            with path.open("rb") as file:
-                if _MADE_BY not in file.read(400):
+            with reading(str(path)) as file:
+                if _MADE_BY not in os.read(file, 400):
                     raise MisuseError(
                         f"{path} is there and not by phalanx trace: move it away, or name another "
                         "file with -o"
@@ -82,13 +83,9 @@ def _beside(output: Path, suffix: str, option: str) -> Path:
 
 def _replace(path: Path, content: bytes) -> None:
     """Write a file, whole or not at all."""
-    part = path.with_name(f"{path.name}.part")
     try:
-        part.write_bytes(content)
-        os.replace(part, path)
+        write(str(path), content)
     except OSError as error:
-        with suppress(OSError):
-            part.unlink()
         raise MisuseError(f"{path} cannot be written ({error})") from error
 
 

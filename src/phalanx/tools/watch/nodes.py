@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
-from phalanx.errors import DistributedError
-from phalanx.launch.state import JobState, NodePlace, RankState, plain
+from phalanx.errors import DistributedError, plain
+from phalanx.launch.state import JobState, NodePlace, RankState
 from phalanx.launch.watch_folder import LINGER, PERIOD, WatchFolder
 from phalanx.launch.watch_server import RemoteFolder
 from phalanx.wire.control import Endpoint, parse_address
