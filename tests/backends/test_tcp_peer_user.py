@@ -9,13 +9,12 @@ from contextlib import contextmanager
 
 import pytest
 from listening import needs_proc
+from users import OTHER, as_root, other_user
 
 from phalanx.transport.tcp import addresses
 from phalanx.transport.tcp.addresses import stranger, uid_of_peer
 
 HOSTS = ["127.0.0.1", "::1"]
-OTHER = 65534
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 
 pytestmark = needs_proc
 
@@ -32,32 +31,6 @@ def connection(host: str, family: int = 0) -> Iterator[tuple[socket.socket, sock
         accepted, _ = here.accept()
         with accepted:
             yield caller, accepted
-
-
-@contextmanager
-def other_user(do: Callable[[], object]) -> Iterator[None]:
-    """A child process of another user does this, and is then there until the end."""
-    go, over = os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.setgroups([])
-            os.setgid(OTHER)
-            os.setuid(OTHER)
-            do()
-            os.write(go[1], b"!")
-            os.close(over[1])
-            os.read(over[0], 1)
-        finally:
-            os._exit(0)
-    os.close(go[1])
-    try:
-        assert os.read(go[0], 1) == b"!", "the child could not do it"
-        yield
-    finally:
-        for file in (go[0], over[0], over[1]):
-            os.close(file)
-        os.waitpid(child, 0)
 
 
 def blind(monkeypatch: pytest.MonkeyPatch) -> None:
