@@ -1,4 +1,4 @@
-"""Another user of the host: takes a rank of a job without a token, lies about memory, takes folders.
+"""Another user of this host takes a rank of a job without a token, lies about memory, and so on.
 
     python tests/attacks/local_users.py [--short]
 
