@@ -53,9 +53,8 @@ def be_a_rank(case: str, mode: str) -> None:
             LIES[case](backend, torch)
             print(f"{name} ENDED", flush=True)
     except (phalanx.DistributedError, ValueError) as error:
+        # No more: if a rank fails, its launcher ends the others before they have said theirs.
         print(f"{name} {type(error).__name__} {error}".replace("\n", " "), flush=True)
-        if backend.rank < 2:
-            raise
 
 
 def lie_nan(backend, torch, value=float("nan")):  # type: ignore[no-untyped-def]
@@ -183,7 +182,7 @@ def is_held(case: str, mode: str) -> bool:
 def main() -> int:
     """Run all cases; 0 if every run of every one was held."""
     short = "--short" in sys.argv
-    runs, lost = (1 if short else 5), 0
+    runs, lost = (1 if short else 3), 0
     for case, mode in ENDS:
         if short and case not in ("nan", "nan_past_the_client"):
             continue
