@@ -79,6 +79,15 @@ def test_a_call_that_nobody_has_accepted_is_nobodys() -> None:
         assert uid_of_peer(caller) is None
 
 
+def test_who_only_listens_is_at_the_end_of_no_connection() -> None:
+    """The kernel answers with the listener where there is no such connection."""
+    nobody = addresses._end(("127.0.0.1", 9))
+    with socket.create_server(("127.0.0.1", 0)) as here:
+        listener = addresses._end(here.getsockname())
+        assert addresses._ask_kernel(listener, nobody) is None
+        assert addresses._read_table(listener, nobody) is None
+
+
 def test_where_the_system_does_not_say_the_reason_names_the_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
