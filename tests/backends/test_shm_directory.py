@@ -17,6 +17,7 @@ from phalanx.transport.shm.domain import (
     EDITION,
     SEGMENTS,
     USED,
+    WAKEUP,
     Directory,
     LocalPeer,
 )
@@ -33,9 +34,13 @@ def directory() -> Iterator[Directory]:
 
 
 def peer_of(directory: Directory) -> LocalPeer:
-    """A reader of it, with a pipe that nobody is woken by."""
-    peer = LocalPeer(1, ME, directory.segment.fd, directory.segment.fd)
+    """A reader of it, of the same job, with a pipe that nobody is woken by."""
+    pipe = os.pipe()
+    directory.words[WAKEUP] = pipe[1]
+    peer = LocalPeer(1, ME, directory.segment.fd, pipe[1], directory)
     peer.close()
+    for end in pipe:
+        os.close(end)
     return peer
 
 

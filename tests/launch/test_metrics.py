@@ -200,7 +200,7 @@ def server() -> Iterator[tuple[int, Backend]]:
     """The port of a rank's server, which waits a third of a second for a request."""
     backend = SimulatedBackend.create_group(1)[0]
     listener = socket.create_server(("127.0.0.1", 0))
-    MetricsServer(backend.engine, listener, seconds=1 / 3)
+    MetricsServer(backend.engine, listener, ["Node1"], seconds=1 / 3)
     port = listener.getsockname()[1]
     yield port, backend
     backend.close()
@@ -237,13 +237,46 @@ def answer(port: int, request: bytes) -> bytes:
 def test_only_metrics_can_be_read(
     server: tuple[int, Backend], request_line: bytes, status: bytes
 ) -> None:
-    said = answer(server[0], request_line + b"\r\nHost: x\r\n\r\n")
+    said = answer(server[0], request_line + b"\r\nHost: localhost\r\n\r\n")
     head, _, body = said.partition(b"\r\n\r\n")
     assert head.split(b" ")[1] == status
     length = re.search(rb"Content-Length: (\d+)", head)
     assert length is not None
     assert len(body) == (0 if request_line.startswith(b"HEAD") else int(length[1]))
     assert (b"phalanx_" in body) == (status == b"200" and request_line.startswith(b"GET"))
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:9400", b"200"),
+        ("10.1.2.3", b"200"),
+        ("[::1]:9400", b"200"),
+        ("localhost", b"200"),
+        ("LocalHost.:80", b"200"),
+        ("node1:9400", b"200"),
+        ("evil.example", b"403"),
+        ("node1.evil.example", b"403"),
+        ("127.0.0.1.evil.example", b"403"),
+        ("127.0.0.1:80@evil.example", b"403"),
+        ("evil.example:127", b"403"),
+        ("", b"403"),
+        ("localhost\r\nHost: evil.example", b"403"),
+        ("localhost\r\nhost : evil.example", b"403"),
+        ("2130706433x", b"403"),
+    ],
+)
+def test_a_page_of_another_site_reads_nothing(
+    server: tuple[int, Backend], host: str, status: bytes
+) -> None:
+    """It sends its own name, though that name's address may be this one (DNS rebinding)."""
+    said = answer(server[0], f"GET /metrics HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+    assert said.split(b" ")[1] == status
+    assert (b"phalanx_" in said) == (status == b"200")
+
+
+def test_a_request_that_names_nobody_reads_nothing(server: tuple[int, Backend]) -> None:
+    assert answer(server[0], b"GET /metrics HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 403")
 
 
 def test_a_request_of_any_size_ends_and_others_are_answered(server: tuple[int, Backend]) -> None:

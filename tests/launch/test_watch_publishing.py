@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import os
 import socket
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from clusters import CLUSTERS, Cluster
 
-from phalanx import Backend, all_reduce
+from phalanx import Backend, SimulatedBackend, all_reduce
 from phalanx.errors import (
     LONGEST_TEXT,
     AuthenticationError,
@@ -22,8 +23,9 @@ from phalanx.errors import (
     MisuseError,
     plain,
 )
+from phalanx.launch import watch_folder
 from phalanx.launch.environment import World
-from phalanx.launch.publish import Publisher
+from phalanx.launch.publish import Publisher, publish
 from phalanx.launch.state import (
     MOST_BYTES,
     JobState,
@@ -31,7 +33,14 @@ from phalanx.launch.state import (
     bounded,
     number,
 )
-from phalanx.launch.watch_folder import WatchFolder, open_folder, process_status
+from phalanx.launch.watch_folder import (
+    WatchFolder,
+    make_private_folder,
+    open_folder,
+    private_base,
+    private_folders,
+    process_status,
+)
 from phalanx.launch.watch_server import RemoteFolder, WatchServer, as_address, token_for_watchers
 from phalanx.wire.control import Endpoint
 
@@ -189,6 +198,69 @@ def test_a_folder_in_which_others_may_write_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(MisuseError, match="nobody else may write: chmod 700"):
         open_folder(tmp_path)
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this user's jobs have their folders, as everybody knows."""
+    path = tmp_path / f"phalanx-{os.getuid()}"
+    monkeypatch.setattr(watch_folder, "MEMORY", tmp_path)
+    return path
+
+
+def taken_by_another(base: Path) -> None:
+    """Another user's folder; as others may write there, it is as good as one."""
+    base.mkdir()
+    base.chmod(0o777)
+
+
+TAKEN: list[Callable[[Path], object]] = [
+    taken_by_another,
+    lambda base: base.write_text("a file"),
+    lambda base: base.symlink_to(base.parent),
+    lambda base: base.symlink_to("/nowhere"),
+]
+
+
+@pytest.mark.parametrize("take", TAKEN)
+def test_a_foreign_folder_in_its_place_stops_no_job(
+    base: Path, take: Callable[[Path], object]
+) -> None:
+    take(base)
+    folder = make_private_folder("a job")
+    assert folder.path.parent.parent == base.parent
+    assert folder.path.parent.name.startswith(f"{base.name}-")
+    assert folder.path.parent.stat().st_mode & 0o777 == 0o700
+    another = make_private_folder("another")
+    assert another.path.parent == folder.path.parent, "all jobs and watchers find the same one"
+    assert [each.path for each in private_folders()] == [folder.path, another.path]
+
+
+def test_folders_of_others_beside_it_are_not_taken_for_it(base: Path) -> None:
+    taken_by_another(base)
+    taken_by_another(base.with_name(f"{base.name}-a"))
+    own = make_private_folder("a job").path.parent
+    assert own.name not in (base.name, f"{base.name}-a")
+    assert private_base() == own
+
+
+def test_a_job_goes_on_where_no_folder_can_be_made(
+    base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    taken_by_another(base)
+
+    def refuse(**options: object) -> str:
+        raise PermissionError
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    (backend,) = SimulatedBackend.create_group(1)
+    environ = {"PHALANX_WATCH": "127.0.0.1:1", "PHALANX_TOKEN": "k" * 32}
+    with backend, caplog.at_level("WARNING", "phalanx"):
+        publish(backend, World(0, 1), environ)
+        backend.barrier()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "rank 0 cannot be watched" in line
+    assert str(base) in line
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

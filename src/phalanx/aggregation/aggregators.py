@@ -281,6 +281,7 @@ class ParameterServer(GradientAggregator):
 
     Every rank calls each method, in the same order, with lists alike: `DesyncError` on every rank
     names the first tensor that differs, before any sum. All tensors of a dtype are one message.
+    Means that are not finite are returned so, on every rank alike: look before a step with them.
     """
 
     backend: Backend
@@ -353,13 +354,14 @@ class ParameterServer(GradientAggregator):
 
         Returns that record. Each worker has a group of its own, so whoever is lost breaks no other.
         Memory: the parameters, the optimizer's state, and twice this server's parameters for each
-        worker. Gradients are applied as they come, also if they are not finite.
+        worker. A gradient that is not finite is refused where it is pushed.
 
-        A worker that is lost, or whose list of parameters differs: in synchronous mode every worker
-        and server gets a `PeerLostError` (`DesyncError` for the list) that names it and the step.
-        Else it is dropped, with a warning in the log; what it has pushed whole was applied, half a
-        push is not. (`phalanx run` and `spawn` end a job when a rank of it fails: where workers may
-        die, start the ranks so that the death of one does not end the others.)
+        A worker that is lost, or sends what no client does, or whose list of parameters differs: in
+        synchronous mode every worker and server gets a `PeerLostError` (`DesyncError` for the list)
+        that names it and the step. Else it is dropped, with a warning in the log; what it has
+        pushed whole was applied, half a push is not. (`phalanx run` and `spawn` end a job when a
+        rank of it fails: where workers may die, start the ranks so that the death of one does not
+        end the others.)
         An exception of the optimizer or of `on_step` ends the service, and the workers are told.
         `CollectiveTimeoutError` names who has not come, and whom it waits for. TypeError,
         ValueError, `InvalidRankError`, `UnsupportedOperationError` and `MisuseError` for arguments,

@@ -2,7 +2,9 @@
 
     PHALANX_METRICS=9400           rank 0 of each host serves http://127.0.0.1:9400/metrics, the
                                    next rank of the host the next port, and so on
-    PHALANX_METRICS=10.0.0.7:9400  there: whoever can connect can read them
+    PHALANX_METRICS=10.0.0.7:9400  there: whoever can connect can read them, but for pages of other
+                                   sites in a browser: what `Host` says has to be an address, or a
+                                   name of this host, or the one that stands here
     PHALANX_METRICS=otel           they go to the meter provider that the program has set up
 
 What is told is one table, `METRICS`. The text is our own, some 20 lines, and so is the server: that
@@ -13,9 +15,11 @@ A rank that cannot listen warns, and trains without.
 from __future__ import annotations
 
 import importlib.util
+import ipaddress
 import logging
 import math
 import os
+import re
 import socket
 import threading
 import weakref
@@ -26,7 +30,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from phalanx.errors import MisuseError
 from phalanx.transport.tcp.addresses import listen_at
-from phalanx.wire.control import Endpoint, parse_address
+from phalanx.wire.control import Endpoint, is_loopback, parse_address
 
 if TYPE_CHECKING:
     import asyncio
@@ -43,6 +47,7 @@ OTEL = "otel"
 MAX_REQUEST = 8 << 10  # bytes
 MAX_CONNECTIONS = 16  # at a time; more are closed at once
 MAX_SECONDS = 5.0  # from a connection's begin to its end
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[\w.-]+)(?::\d{1,5})?")
 
 
 def wanted(environ: Mapping[str, str]) -> Endpoint | str | None:
@@ -100,7 +105,10 @@ def begin(backend: Backend) -> None:
             getattr(error, "strerror", None) or error,
         )
         return
-    MetricsServer(engine, listener)
+    names = {endpoint.host, socket.gethostname()}
+    if not is_loopback(endpoint.host):
+        names.add(socket.getfqdn())  # which may ask a name server
+    MetricsServer(engine, listener, names)
 
 
 def _listen(endpoint: Endpoint) -> socket.socket:
@@ -327,12 +335,20 @@ class MetricsServer:
     """Answers GET and HEAD of /metrics for one rank, in a thread that ends with its backend.
 
     Requests are bounded: in bytes, in seconds, and in how many there are at a time.
+
+    names   by which it may be called, beside localhost and addresses
     """
 
     def __init__(
-        self, engine: Engine, listener: socket.socket, *, seconds: float = MAX_SECONDS
+        self,
+        engine: Engine,
+        listener: socket.socket,
+        names: Iterable[str] = (),
+        *,
+        seconds: float = MAX_SECONDS,
     ) -> None:
         self._engine = engine
+        self._names = {"localhost", *(name.lower() for name in names)}
         self._listener = listener
         self._seconds = seconds
         self._began = threading.Event()
@@ -422,12 +438,30 @@ class MetricsServer:
         words = request.partition(b"\r\n")[0].split(b" ")
         if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
             return _response("400 Bad Request")
+        if not self._is_called(request):
+            body = f"call it by an address, this host's name, or the one in {VARIABLE}\n"
+            return _response("403 Forbidden", body)
         if words[1].partition(b"?")[0] != b"/metrics":
             return _response("404 Not Found", "only /metrics is here\n")
         if words[0] not in (b"GET", b"HEAD"):
             return _response("405 Method Not Allowed", also="Allow: GET, HEAD\r\n")
         text = exposition(self._engine.count(), self._engine.progress.latest)
         return _response("200 OK", text, head_only=words[0] == b"HEAD")
+
+    def _is_called(self, request: bytes) -> bool:
+        """Whether `Host` says who this is: a page of another site can only send that site's name,
+        of which it may say that its address is this one (DNS rebinding).
+        """
+        fields = (line.partition(b":") for line in request.split(b"\r\n")[1:])
+        hosts = [value.strip() for name, _, value in fields if name.strip().lower() == b"host"]
+        found = _HOST.fullmatch(hosts[0].decode("latin-1")) if len(hosts) == 1 else None
+        if found is None:
+            return False
+        host = found[1].lower().rstrip(".")
+        with suppress(ValueError):
+            ipaddress.ip_address(host.strip("[]"))
+            return True
+        return host in self._names
 
 
 def _response(status: str, body: str = "", *, also: str = "", head_only: bool = False) -> bytes:

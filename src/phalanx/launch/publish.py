@@ -27,7 +27,7 @@ from phalanx.core.counters import Counts
 from phalanx.core.engine import Engine
 from phalanx.core.group import Group
 from phalanx.core.posted import Wait, WorkBase
-from phalanx.errors import DistributedError, plain
+from phalanx.errors import DistributedError, MisuseError, plain
 from phalanx.launch.environment import World, read_environment
 from phalanx.launch.state import MOST_VALUES, JobState, RankState, number
 from phalanx.launch.watch_folder import (
@@ -235,7 +235,8 @@ def publish(
 
     `world` is what the launcher says; by default what it left in the environment. At an address the
     first rank of each host serves what the ranks there publish. `MisuseError` when PHALANX_WATCH
-    names a folder or an address that is not fit for it; the backend is gone then.
+    names a folder or an address that is not fit for it; the backend is gone then. Where no folder
+    of this user's can be made for an address, a line in the log says so, and the job goes on.
     """
     place = environ.get(VARIABLE, "")
     if not place:
@@ -250,7 +251,11 @@ def publish(
         if endpoint is None:
             folder = open_folder(Path(place))
         else:
-            folder = make_private_folder(f"port-{endpoint.port}")
+            try:
+                folder = make_private_folder(f"port-{endpoint.port}")
+            except MisuseError as error:  # another user may have taken its place: it is not ours
+                log.warning("rank %d cannot be watched: %s", backend.rank, error)
+                return
             server = serve(folder, endpoint) if world.local_rank == 0 else None
     except BaseException:
         backend.abort()

@@ -204,12 +204,29 @@ STOPPED = "process {pid} is stopped (SIGSTOP, or a debugger holds it)"
 # ------------------------------------------------------------------------------
 # Where the folders are.
 
+MEMORY = Path("/dev/shm")
+
 
 def private_base() -> Path:
-    """Return the folder in which this user's jobs of this host have theirs; it may not exist."""
-    memory = Path("/dev/shm")
-    parent = memory if memory.is_dir() else Path(tempfile.gettempdir())
-    return parent / f"phalanx-{os.getuid()}"
+    """Return the folder in which this user's jobs of this host have theirs; it may not exist.
+
+    Another user may have made one of that name first: then it is one that has more behind it.
+    """
+    parent = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
+    base = parent / f"phalanx-{os.getuid()}"
+    if _is_private(base) is False:
+        return next(filter(_is_private, sorted(parent.glob(f"{base.name}-*"))), base)
+    return base
+
+
+def _is_private(path: Path) -> bool | None:
+    """Whether it is a folder of this user's, in which nobody else may write; None: of nobody."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return None
+    mode, mine = status.st_mode, status.st_uid == os.getuid()
+    return stat.S_ISDIR(mode) and mine and not mode & 0o022
 
 
 def open_folder(path: Path) -> WatchFolder:
@@ -219,10 +236,10 @@ def open_folder(path: Path) -> WatchFolder:
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = path.lstat()
+        is_private = _is_private(path)
     except OSError as error:
         raise MisuseError(f"no state can be published in {path}: {error.strerror}") from error
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+    if not is_private:
         raise MisuseError(
             f"no state is published in {path}: it has to be a folder of yours, in which nobody "
             f"else may write: chmod 700 {path}, or name another one"
@@ -231,8 +248,16 @@ def open_folder(path: Path) -> WatchFolder:
 
 
 def make_private_folder(name: str) -> WatchFolder:
-    """Return a folder of this name for a job of this host. Removes those of jobs long over."""
-    base = open_folder(private_base()).path
+    """Return a folder of this name for a job of this host. Removes those of jobs long over.
+
+    `MisuseError` when there can be none.
+    """
+    base = private_base()
+    if _is_private(base) is False:
+        with suppress(OSError):  # a name that nobody can have taken; ranks find the same one
+            tempfile.mkdtemp(prefix=f"{base.name}-", dir=base.parent)
+        base = private_base()
+    base = open_folder(base).path
     for folder in private_folders():
         launcher = folder.launcher()
         with suppress(OSError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import hmac
 import logging
 import math
 import os
@@ -120,7 +121,11 @@ class MeshBackend(Backend):
             await_name(endpoint, self.timeout)
         if self.sharing != "none":
             try:
-                domain = HostDomain(rank, self.world_size)
+                who = mesh.identity
+                text = f"phalanx memory {who.generation} {who.job}".encode()
+                domain = HostDomain(
+                    rank, self.world_size, hmac.digest(mesh.token, text, "sha256")[:8]
+                )
             except (OSError, AttributeError) as error:  # of a system that has no memfd_create
                 why_not = str(error)
         mesh.domain = domain

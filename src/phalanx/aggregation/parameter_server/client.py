@@ -24,6 +24,7 @@ from phalanx.aggregation.parameter_server.wire import (
     checked_servers,
     described,
     local_rank,
+    not_finite,
     numbers_by_server,
 )
 from phalanx.collectives import PendingCollective
@@ -102,15 +103,15 @@ class ParameterClient:
         """Give the servers this worker's gradients: its next step. Returns the step's number.
 
         gradients   as many as `params`, of the same shapes and dtypes; not changed. Zeros for a
-                    parameter that was not used. They are applied as they are: one that is not
-                    finite spoils the parameters for all: look (`torch.isfinite`), and `skip` then
+                    parameter that was not used
 
         Blocks until every server has them and lets the step count: while the worker is too far
         ahead, or fewer than `quorum` have joined, it waits. Sends the gradients' bytes once, 32
         more to each server, and gets 32 from it. After a `CollectiveTimeoutError` call it again
         with the same gradients: servers to which they count already take no notice.
 
-        TypeError or ValueError, before anything is sent, for gradients that do not fit.
+        TypeError or ValueError, before anything is sent, for gradients that do not fit, and for one
+        that is not finite, which would spoil the parameters for all: `skip` the step then.
         """
         self._fill(gradients, "push")
         self._call(MessageKind.PUSH, self.pushes + 1, "push", timeout)
@@ -192,10 +193,15 @@ class ParameterClient:
         self._call(MessageKind.JOIN, clock, "connect", None)
 
     def _fill(self, gradients: Sequence[Tensor], op: str) -> None:
-        listed = checked_gradients(
-            gradients, self.params, f"rank {self.backend.rank}: ParameterClient.{op}"
-        )
+        who = f"rank {self.backend.rank}: ParameterClient.{op}"
+        listed = checked_gradients(gradients, self.params, who)
         self._check_usable(op)
+        if (found := not_finite(listed)) is not None:
+            raise ValueError(
+                f"{who}: gradient {found[0]} ({described(listed[found[0]])}) has the value "
+                f"{found[1]}, which would spoil the parameters of all workers; nothing was sent: "
+                "skip() this step, as torch.amp.GradScaler does"
+            )
         for connection in self._connections:
             connection.fill(listed)
 

@@ -32,6 +32,7 @@ from phalanx.aggregation.parameter_server.wire import (
     checked_params,
     checked_servers,
     local_rank,
+    not_finite,
     numbers_by_server,
 )
 from phalanx.collectives import PendingCollective
@@ -119,12 +120,20 @@ class Server:
                 header = next(headers, None)
                 if header is None:
                     return
+                if header.kind is MessageKind.PUSH:
+                    self._check_finite(connection.pushed())
                 self._state.received(worker, header)
             except (DistributedError, ValueError) as error:
                 if self._state.sessions[worker].state is not SessionState.GONE:
                     self._lose(worker, connection, error)
                 connection.end(lost=True)
             self._act()  # what the optimizer or `on_step` raises is not the worker's
+
+    def _check_finite(self, pushed: list[Tensor]) -> None:
+        """ValueError for gradients that no `ParameterClient` sends."""
+        if (found := not_finite(pushed)) is not None:
+            number, value = self._record.numbers[found[0]], found[1]
+            raise ValueError(f"it pushes a gradient of parameter {number} with the value {value}")
 
     def _act(self) -> None:
         """Do what the state asks for."""
@@ -302,6 +311,8 @@ class WorkerConnection:
                 continue
             receive.wait()
             header = MessageHeader.read(message)
+            if (header.kind is MessageKind.PUSH) != (message is not self._header):
+                raise ValueError(f"it says {header.kind.name} in a message of another kind")
             if header.kind is MessageKind.HELLO and self._pushed is None:
                 self._values = ShardMessage(self._params, self.pair)
                 self._pushed = ShardMessage(self._params, self.pair)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from phalanx.compression.compressor import listed_tensors
+from phalanx.compression.compressor import is_finite, listed_tensors
 from phalanx.core.backend import Backend
 from phalanx.errors import InvalidWorldSizeError, UnsupportedOperationError
 from phalanx.wire.memory import tensor_bytes
@@ -159,6 +159,14 @@ class ParameterList:
 def described(tensor: Tensor) -> str:
     """Its dtype and shape."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def not_finite(tensors: Iterable[Tensor]) -> tuple[int, object] | None:
+    """The place of the first tensor that has a value which is not finite, and that value."""
+    for place, tensor in enumerate(tensors):
+        if not is_finite(tensor):
+            return place, tensor[~tensor.isfinite()][0].item()
+    return None
 
 
 def checked_params(params: Iterable[Tensor], who: str) -> list[Tensor]:

@@ -14,6 +14,7 @@ the pipe of each parked peer.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import platform
 import struct
@@ -29,7 +30,7 @@ from phalanx.transport.shm.cross_memory import (
     let_others_read,
     reading_pays,
 )
-from phalanx.transport.shm.segments import Arena, Segment, open_of
+from phalanx.transport.shm.segments import PIPE, Arena, Segment, open_of
 from phalanx.wire.control import Address
 from phalanx.wire.frame import Channel, FrameError, Header, Kind, pack_header
 
@@ -43,9 +44,11 @@ class HostDomain:
     begins_to_wait       called when a ring buffer begins to wait for a peer
     closed               groups that were closed: each takes back its memory, and says whether it
                          could yet
+
+    `job` is eight bytes that only ranks of one job have in common: no others are attached.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, job: bytes = b"") -> None:
         self._cma = cma_setting()
         if self._cma == "allow":
             let_others_read()
@@ -62,10 +65,12 @@ class HostDomain:
         self._memory = ProcessMemory(os.getpid())
         self._load = _load_average()
         self.wakeup, self.wakeup_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self.directory.words[WAKEUP] = self.wakeup_end
+        self.directory.words[JOB] = int.from_bytes(job, "little")
 
     def add_peer(self, rank: int, process: int, memory: int, wakeup: int) -> None:
         """Add another rank of this host. Raises OSError if its memory cannot be attached."""
-        self.local_peers[rank] = LocalPeer(rank, process, memory, wakeup)
+        self.local_peers[rank] = LocalPeer(rank, process, memory, wakeup, self.directory)
 
     def attach(self, addresses: list[Address], *, one_host: bool) -> str:
         """Attach the memory of the ranks of this host; returns what went wrong, or "".
@@ -176,12 +181,13 @@ def _load_average() -> int | None:
 #           2          how many entries for control blocks have been used
 #           3, 4       where the directory is in its process's memory; a random number
 #           5          1 if this rank can read the ordinary memory of all its local peers, and gains
+#           6, 7       the job's number; the descriptor of its wakeup pipe's writing end
 #           8 ...      segments: file descriptor, size
 #           ...        control blocks: group, segment + 1 (0: nothing here), offset
 #
 # An entry is written before the word that publishes it (see the fences below).
 
-ASLEEP, EDITION, USED, HERE, PROOF, READS = 0, 1, 2, 3, 4, 5
+ASLEEP, EDITION, USED, HERE, PROOF, READS, JOB, WAKEUP = range(8)
 SEGMENTS, CONTROL_BLOCKS = 1024, 4096  # entries at most; a directory has room for them
 _SEGMENT_ENTRIES = range(8, 8 + 2 * SEGMENTS, 2)  # the first words of entries
 _FIRST = _SEGMENT_ENTRIES.stop
@@ -256,23 +262,24 @@ class LocalPeer(dict[int, Segment]):
     words   of its directory, to be read
     """
 
-    def __init__(self, rank: int, process: int, memory: int, wakeup: int) -> None:
+    def __init__(self, rank: int, process: int, memory: int, wakeup: int, mine: Directory) -> None:
         self.rank = rank
         self.is_here = process == os.getpid()  # a thread of this process
-        self[0] = Segment.attach(process, memory)
+        self[0] = Segment.attach(process, memory, mine.segment.size)
         self.words = self[0].words
+        # Else it names memory of another job of this user, or another pipe of that process.
+        if (self.words[JOB], self.words[WAKEUP]) != (mine.words[JOB], wakeup):
+            raise PermissionError(errno.EPERM, f"process {process} is no such rank of this job")
         self._memory = ProcessMemory(process)
         self._process = process
-        self._wakeup = open_of(process, wakeup, os.O_WRONLY | os.O_NONBLOCK)
+        self._wakeup = open_of(process, wakeup, PIPE)
         self._control_blocks: dict[int, tuple[int, int]] = {}
         self._edition = 0
         self._fence = make_fence()
 
     def __missing__(self, number: int) -> Segment:
         entry = _SEGMENT_ENTRIES[number]
-        segment = Segment.attach(self._process, self.words[entry])
-        if segment.size != self.words[entry + 1]:
-            raise FileNotFoundError(f"segment {number} of process {self._process} is gone")
+        segment = Segment.attach(self._process, self.words[entry], self.words[entry + 1])
         self[number] = segment
         return segment
 

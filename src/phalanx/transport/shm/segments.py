@@ -2,14 +2,21 @@
 
 It is a file without a name (memfd), so nothing has to be removed: when the last process that has it
 mapped is gone, however it ended, the memory is free. Others open it by way of the owner's process,
-`/proc/<process>/fd/<number>`, which the system lets only the same user do.
+`/proc/<process>/fd/<number>`, which the system lets only the same user do, and root.
+
+A rank only says which process and number that is. So nothing is opened before it is known to be
+memory of Phalanx's or a pipe, of a process of this user's. Memory is sealed: its size stays, as who
+reads what another has cut off dies of SIGBUS.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import mmap
 import os
+import stat
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable
@@ -44,20 +51,21 @@ class Segment:
     @classmethod
     def create(cls, size: int) -> Segment:
         """New memory of so many bytes, all zero. Takes pages only when they are written."""
-        fd = os.memfd_create("phalanx", os.MFD_CLOEXEC)
+        fd = _create(size)
         try:
-            os.ftruncate(fd, size)
             return cls(fd, size)
         except BaseException:
             os.close(fd)
             raise
 
     @classmethod
-    def attach(cls, process: int, fd: int) -> Segment:
+    def attach(cls, process: int, fd: int, size: int) -> Segment:
         """Map what another process has created. Raises OSError if that cannot be, or may not."""
-        here = open_of(process, fd, os.O_RDWR)
+        here = open_of(process, fd, MEMORY)
         try:
-            segment = cls(here, os.fstat(here).st_size)
+            if os.fstat(here).st_size != size:
+                raise FileNotFoundError(errno.ENOENT, f"memory of process {process} is gone")
+            segment = cls(here, size)
         finally:
             os.close(here)
         segment.fd = -1
@@ -70,9 +78,47 @@ class Segment:
             self.fd = -1
 
 
-def open_of(process: int, fd: int, flags: int) -> int:
-    """Open a file that another process of this host has open."""
-    return os.open(f"/proc/{process}/fd/{fd}", flags | os.O_CLOEXEC)
+_NAME = "phalanx"
+_SEALS = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, _SHRINK, _GROW, which Python has on Linux only
+
+# What of another process is opened: its type, how its name begins, and how it is opened.
+MEMORY = stat.S_ISREG, f"/memfd:{_NAME} ", os.O_RDWR
+PIPE = stat.S_ISFIFO, "pipe:", os.O_WRONLY | os.O_NONBLOCK
+
+
+def _create(size: int) -> int:
+    """A file without a name, of so many bytes for ever."""
+    fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def open_of(process: int, fd: int, kind: tuple[Callable[[int], bool], str, int]) -> int:
+    """Open what a rank of this host says that its process has open: `MEMORY` or a `PIPE`.
+
+    OSError if that is something else, or the process is another user's.
+    """
+    is_kind, begin, flags = kind
+    path = os.open(f"/proc/{process}/fd/{fd}", os.O_PATH | os.O_CLOEXEC)  # does nothing to a file
+    try:
+        owner, name = os.stat(f"/proc/{process}").st_uid, os.readlink(f"/proc/self/fd/{path}")
+        if owner not in (os.geteuid(), 0):
+            raise PermissionError(errno.EPERM, f"process {process} is user {owner}'s")
+        if is_kind(os.fstat(path).st_mode) and name.startswith(begin):
+            here = os.open(f"/proc/self/fd/{path}", flags | os.O_CLOEXEC)
+            if kind is PIPE or fcntl.fcntl(here, fcntl.F_GET_SEALS) & _SEALS == _SEALS:
+                return here
+            os.close(here)
+            name += ", unsealed"
+        text = f"descriptor {fd} of process {process} is none of Phalanx's, but {name}"
+        raise PermissionError(errno.EPERM, text)
+    finally:
+        os.close(path)
 
 
 def tensor_at(address: int, count: int, dtype: torch.dtype, *, keeping: object) -> Tensor:
@@ -243,15 +289,14 @@ class Piece(Source):
 
     @override
     def take(self, size: int) -> tuple[UntypedStorage, Place]:
-        self._fd = os.memfd_create("phalanx", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, _of_file(size))
+        self._fd = _create(_of_file(size))
         storage = _mapped(self._fd, size)
         return storage, (os.getpid(), self._fd, os.fstat(self._fd).st_ino)
 
     @override
     def attach(self, place: Place, size: int) -> UntypedStorage:
         process, fd, number = place
-        here = open_of(process, fd, os.O_RDWR)
+        here = open_of(process, fd, MEMORY)
         try:
             found = os.fstat(here)
             # Its owner may have given up meanwhile, and have another file with this descriptor.

@@ -11,6 +11,8 @@
 
 An address that was given (MASTER_ADDR, --master, `TcpBackend(master_addr)`) is where rank 0, or the
 launcher's store, listens; the interface decides where it is a name that means loopback here.
+
+In the end: whose process is at the other end of a connection inside this host (`stranger`).
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ import ipaddress
 import os
 import re
 import socket
+import struct
 import sys
 from contextlib import suppress
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 from phalanx.errors import BackendUnavailableError, MisuseError
 from phalanx.wire.control import Endpoint, is_loopback
@@ -331,3 +335,97 @@ def listen_as_master(endpoint: Endpoint) -> socket.socket:
         "host on which rank 0 runs (MASTER_ADDR)",
         rank=0,
     ) from problem
+
+
+# ------------------------------------------------------------------------------
+# Whose process is at the other end of a connection inside this host.
+#
+# The kernel knows which user's process holds a socket. It is asked for the one at the other end,
+# whose local address is our remote one and the other way round: by sock_diag(7), in 10 us; where
+# there is none, in /proc/net/tcp, which takes milliseconds, and more with many sockets.
+#
+# A socket that no process holds has no inode, and counts as root's there: one that its process has
+# closed, or whose call its process has not accepted yet.
+
+_End: TypeAlias = "tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]"  # address, port
+_Holder: TypeAlias = "tuple[int, int]"  # user, inode
+
+
+def stranger(sock: socket.socket) -> str:
+    """Return why the process at the other end of a connection is not let in without a token.
+
+    "" for a process of this user or of root. Where the system does not show whose it is, nobody is
+    let in: launchers make a token, and a job that is started by hand can be given one.
+
+    Ask when the other end has answered: before it has accepted the call, nobody holds its socket.
+    """
+    uid, own = uid_of_peer(sock), os.geteuid()
+    if uid in (own, 0):
+        return ""
+    whose = "the system does not show whose process it is" if uid is None else f"it is user {uid}'s"
+    return (
+        f"{whose}, and without a token only processes of this user, {own}, are let in: set "
+        "PHALANX_TOKEN to the same secret on every rank"
+    )
+
+
+def uid_of_peer(sock: socket.socket) -> int | None:
+    """Return the user whose process holds the other end of a connection inside this host.
+
+    None where the system does not show it, and where no process holds it (any more, or yet).
+    """
+    try:
+        theirs, ours = _end(sock.getpeername()), _end(sock.getsockname())
+    except OSError:  # it is closed
+        return None
+    found = _ask_kernel(theirs, ours)
+    if found is None and _ask_kernel(ours, theirs) is None:  # it does not answer at all
+        found = _read_table(theirs, ours)
+    return found[0] if found is not None and found[1] else None
+
+
+def _end(name: tuple[str, int]) -> _End:
+    """An end of a connection; that of IPv4 also where the socket is one of both families."""
+    number = ipaddress.ip_address(name[0].partition("%")[0])
+    return getattr(number, "ipv4_mapped", None) or number, name[1]
+
+
+# `struct nlmsghdr`, `struct inet_diag_req_v2`; and where user and inode are in `inet_diag_msg`.
+_QUESTION = struct.Struct("=IHHII BBBxI 2s2s16s16sI8s")
+_SOCK_DIAG, _REQUEST, _ANY_STATE, _NO_COOKIE = 20, 1, 0xFFFFFFFF, b"\xff" * 8
+_ANSWER = struct.Struct("=4xH11xB62xII")
+_LISTENS = 10  # TCP_LISTEN: no such connection, but somebody waits for one
+
+
+def _ask_kernel(local: _End, remote: _End) -> _Holder | None:
+    """Who holds the socket with these addresses; None if there is none, or no answer."""
+    family = socket.AF_INET if local[0].version == 4 else socket.AF_INET6
+    ports = (end[1].to_bytes(2, "big") for end in (local, remote))
+    question = _QUESTION.pack(
+        *(_QUESTION.size, _SOCK_DIAG, _REQUEST, 0, 0),
+        *(family, socket.IPPROTO_TCP, 0, _ANY_STATE),
+        *(*ports, local[0].packed, remote[0].packed, 0, _NO_COOKIE),
+    )
+    try:
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 4) as kernel:  # NETLINK_SOCK_DIAG
+            kernel.send(question)
+            kind, state, uid, inode = _ANSWER.unpack_from(kernel.recv(4096))
+    except (OSError, AttributeError, struct.error):  # no Linux; it does not say; an error is short
+        return None
+    return (uid, inode) if kind == _SOCK_DIAG and state != _LISTENS else None
+
+
+def _read_table(local: _End, remote: _End) -> _Holder | None:
+    """The same from the tables of all sockets; one for both families stands with mapped numbers."""
+    for table, prefix in (("tcp", b""), ("tcp6", b"\0" * 10 + b"\xff\xff")):
+        wanted = []
+        for number, port in (local, remote):
+            packed = (prefix if number.version == 4 else b"") + number.packed
+            text = "".join(f"{word:08X}" for word in struct.unpack(f"={len(packed) // 4}I", packed))
+            wanted.append(f"{text}:{port:04X}")
+        with suppress(OSError):
+            for row in Path("/proc/net", table).read_text().splitlines():
+                words = row.split()
+                if words[1:3] == wanted:
+                    return int(words[7]), int(words[9])
+    return None

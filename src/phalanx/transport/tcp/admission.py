@@ -26,7 +26,7 @@ from time import monotonic
 from typing import Protocol
 
 from phalanx.errors import AuthenticationError
-from phalanx.transport.tcp.addresses import BACKLOG
+from phalanx.transport.tcp.addresses import BACKLOG, stranger
 from phalanx.transport.tcp.loop import Reactor
 from phalanx.wire.control import is_loopback
 from phalanx.wire.handshake import ROOM, AcceptorHandshake, Handshake, Identity, Refused
@@ -221,9 +221,10 @@ class Acceptor:
                 self._rest(error)
                 return
             host = str(address[0])
-            if not self.door.token and not is_loopback(host):
+            reason = "" if self.door.token else _outsider(sock, host)
+            if reason:
                 sock.close()
-                self._reject(f"{host}: without a token (PHALANX_TOKEN) only this host is let in")
+                self._reject(f"{host}: {reason}")
                 continue
             self._make_room(max(self.places - 1, 0))
             pending = PendingConnection(self, sock, host)
@@ -265,6 +266,13 @@ class Acceptor:
     def _listen(self) -> None:
         if self.listener.fileno() >= 0:  # it is open
             self.door.reactor.watch(self.listener, self._on_ready)
+
+
+def _outsider(sock: socket.socket, host: str) -> str:
+    """Return why a caller is not let in without a token, or ""."""
+    if not is_loopback(host):
+        return "without a token (PHALANX_TOKEN) only this host is let in"
+    return stranger(sock)
 
 
 class PendingConnection:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.core.posted import PostedSend
 from phalanx.errors import BackendUnavailableError
-from phalanx.transport.tcp.addresses import resolve
+from phalanx.transport.tcp.addresses import resolve, stranger, uid_of_peer
 from phalanx.transport.tcp.admission import OUT_OF, receive, send
 from phalanx.transport.tcp.loop import READ, WRITE
 from phalanx.wire.control import Endpoint
@@ -189,7 +189,11 @@ class Dial:
                 raise self._unanswered(self.trouble)
             data = receive(sock, handshake.room)
             if data is not None:
-                send(sock, handshake.receive(data))
+                reply = handshake.receive(data)
+                # Not before: until it has accepted the call, nobody holds its socket.
+                if reply and not self.mesh.token and (reason := stranger(sock)):
+                    raise Refused(reason, final=uid_of_peer(sock) is not None)
+                send(sock, reply)
         return sock
 
     def _unanswered(self, trouble: str) -> Refused:
