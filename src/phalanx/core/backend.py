@@ -156,6 +156,14 @@ class Backend:
         return len(set(self.topology)) > 1
 
     @property
+    def forked(self) -> bool:
+        """Whether this process is a child, by fork, of the rank: then it cannot use the backend.
+
+        Every call raises `MisuseError`; but `close()`, and the like, do nothing.
+        """
+        return self.engine.forked
+
+    @property
     def finished(self) -> int:
         """How many collectives of this group are over on this rank."""
         return self.group.finished
@@ -571,6 +579,8 @@ class Backend:
         go on: the others wait for it, and this tells them why it will not come. They blame the
         error's `peer`, or else this rank; or `culprit`, a global rank that need not be a member.
         """
+        if self.forked:
+            return
         with self.engine.lock:
             if self.engine.closed:  # the others know already that this rank left, or was lost
                 return
@@ -582,6 +592,8 @@ class Backend:
 
     def close(self) -> None:
         """Leave: peers that wait for this rank are told so. Bounded in time; may be repeated."""
+        if self.forked:
+            return
         with self.engine.lock:
             if not self.group.closed:
                 self.group.close()
@@ -592,6 +604,8 @@ class Backend:
 
     def abort(self) -> None:
         """Leave at once: to the others this rank is lost, and the group is broken."""
+        if self.forked:
+            return
         with self.engine.lock:
             group = self.group
             if not group.closed:

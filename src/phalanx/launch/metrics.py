@@ -341,8 +341,7 @@ class MetricsServer:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         engine.at_close.append(self.close)
-        # A data loader's worker must not keep the port.
-        os.register_at_fork(after_in_child=partial(_close_in_child, weakref.ref(listener)))
+        engine.in_child.append(listener.close)  # a data loader's worker must not keep the port
 
     def close(self) -> None:
         """Stop; the port is free when this returns."""
@@ -437,10 +436,3 @@ def _response(status: str, body: str = "", *, also: str = "", head_only: bool = 
         f"Content-Length: {len(content)}\r\nConnection: close\r\n{also}\r\n"
     )
     return head.encode() + (b"" if head_only else content)
-
-
-def _close_in_child(listener: weakref.ref[socket.socket]) -> None:
-    """Close a listener in a child process that was forked."""
-    own = listener()
-    if own is not None:
-        own.close()

@@ -11,7 +11,6 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from typing import ClassVar, Literal
 
 from phalanx.core.backend import DEFAULT_TIMEOUT, Backend
@@ -104,7 +103,6 @@ class MeshBackend(Backend):
         # A process that ends without close() says goodbye all the same, so that what it has sent
         # last is not lost with it.
         self._at_exit = CloseAtExit(self)
-        os.register_at_fork(after_in_child=partial(_close_in_child, weakref.ref(self)))
 
     def _meet(self, endpoint: Endpoint, listener: socket.socket | None, *, fall_back: bool) -> None:
         """Connect to all other ranks, and attach the memory of those of this host.
@@ -205,6 +203,8 @@ class MeshBackend(Backend):
 
     def _leave(self, *, farewell: float) -> None:
         engine, transport = self.engine, self._transport
+        if engine.forked:
+            return
         with engine.lock:
             if engine.closed:
                 return
@@ -230,14 +230,6 @@ def check_rank(rank: int, world_size: int) -> None:
         raise InvalidRankError(
             f"rank {rank} is not one of the {world_size} ranks 0 to {world_size - 1}", rank=rank
         )
-
-
-def _close_in_child(reference: weakref.ref[MeshBackend]) -> None:
-    """End a backend in a child process that was forked, such as a data loader's worker."""
-    backend = reference()
-    if backend is not None:
-        backend.group.closed = backend.engine.closed = True
-        backend._transport.mesh.close_in_child()
 
 
 # ------------------------------------------------------------------------------

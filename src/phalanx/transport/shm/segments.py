@@ -10,9 +10,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import weakref
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable
+from functools import cache
 from math import prod
 from typing import NamedTuple
 
@@ -44,6 +46,7 @@ class Segment:
     @classmethod
     def create(cls, size: int) -> Segment:
         """New memory of so many bytes, all zero. Takes pages only when they are written."""
+        _system_mmap()  # a child that was forked should not have to look it up
         fd = os.memfd_create("phalanx", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, size)
@@ -63,11 +66,34 @@ class Segment:
         segment.fd = -1
         return segment
 
+    def detach(self) -> None:
+        """In a child that was forked: from now on what is written there stays in this process.
+
+        What it reads is as before.
+        """
+        if self.fd >= 0:
+            both = mmap.PROT_READ | mmap.PROT_WRITE
+            _system_mmap()(self.start, self.size, both, _IN_PLACE_AND_PRIVATE, self.fd, 0)
+
     def close(self) -> None:
         """From now on nobody can attach it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+_IN_PLACE_AND_PRIVATE = mmap.MAP_PRIVATE | 0x10 | 0x4000  # MAP_FIXED, MAP_NORESERVE of Linux
+
+
+@cache
+def _system_mmap() -> Callable[..., object]:
+    """`mmap(2)`, which can replace what is mapped, as Python's cannot."""
+    system: Callable[..., object] = ctypes.CDLL(None).mmap
+    system.argtypes = (  # type: ignore[attr-defined]
+        *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int),
+        *(ctypes.c_int, ctypes.c_int, ctypes.c_long),
+    )
+    return system
 
 
 def open_of(process: int, fd: int, flags: int) -> int:
@@ -128,7 +154,8 @@ class Arena:
         self._free = [Block(0, used, first.size - used)]  # ordered by segment and offset
         self._free_bytes = 0
         # A tensor may be freed in any thread, in the garbage collector: an append is safe there.
-        self._returned: deque[Block] = deque()
+        self._returned: deque[Block | _Lease] = deque()
+        self._leases: set[_Lease] = set()
 
     def take(self, size: int, *, after: int = -1) -> Block:
         """A block of at least `size` bytes, in a segment with a higher number than `after`.
@@ -174,8 +201,16 @@ class Arena:
             return torch.empty(shape, dtype=dtype)
         block = self.take(count * dtype.itemsize, after=0)
         segment = self.segments[block.segment]
-        lease = _Lease(self._returned, block, segment)
-        return tensor_at(segment.start + block.offset, count, dtype, keeping=lease).view(shape)
+        memory = _Memory(segment)
+        lease = _Lease(memory, self._returned.append)
+        lease.block = block
+        self._leases.add(lease)
+        return tensor_at(segment.start + block.offset, count, dtype, keeping=memory).view(shape)
+
+    def detach(self) -> None:
+        """In a child that was forked: nothing that is written from now on is seen by others."""
+        for segment in self.segments:
+            segment.detach()
 
     def close(self) -> None:
         """From now on nobody can attach the segments."""
@@ -187,6 +222,9 @@ class Arena:
         free = self._free
         while self._returned:
             block = self._returned.popleft()
+            if isinstance(block, _Lease):
+                self._leases.remove(block)
+                block = block.block
             if self._free_bytes <= self._kept or block.size < LARGE:
                 self._free_bytes += block.size
             else:
@@ -204,18 +242,23 @@ class Arena:
                 free.insert(place, block)
 
 
-class _Lease:
-    """Held by the memory of a tensor: gives the block back when the last tensor on it is gone."""
+class _Memory:
+    """Held by the tensors on one block: keeps its segment mapped."""
 
-    __slots__ = ("_block", "_returned", "_segment")
+    __slots__ = ("__weakref__", "segment")
 
-    def __init__(self, returned: deque[Block], block: Block, segment: Segment) -> None:
-        self._returned = returned
-        self._block = block
-        self._segment = segment
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
 
-    def __del__(self) -> None:
-        self._returned.append(self._block)
+
+class _Lease(weakref.ref[_Memory]):
+    """Says that a block is in use; given back by itself when the last tensor on it is gone.
+
+    Not by a finalizer in Python: a signal's handler that ran in that could raise nothing.
+    """
+
+    __slots__ = ("block",)
+    block: Block
 
 
 def _up_to(unit: int, number: int) -> int:

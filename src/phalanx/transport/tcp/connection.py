@@ -111,6 +111,7 @@ class Mesh:
         self.domain: HostDomain | None = None
         self.shares = False
         self.wide: WideBase | None = None
+        engine.in_child.append(self.close_in_child)
 
     @property
     def all_known(self) -> bool:
@@ -169,11 +170,16 @@ class Mesh:
         return False
 
     def close_in_child(self) -> None:
-        """After a fork: this copy of the sockets would hide this rank's death from its peers."""
+        """After a fork: this copy of the sockets would hide this rank's death from its peers.
+
+        And what the child writes, its peers must not read.
+        """
         for connection in self.connections.values():
             connection.sock.close()
         for sock in self.wide.sockets() if self.wide is not None else ():
             sock.close()
+        if self.domain is not None:
+            self.domain.arena.detach()
 
     def close(self) -> None:
         """Close every connection."""
