@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ class PendingSave:
         self.folder = folder
         self.step = step
         self._thread: threading.Thread | None = None
+        self._process = os.getpid()
         self._failure: BaseException | None = None
         self._raised = False
         self._group: Backend | None = None
@@ -55,6 +57,11 @@ class PendingSave:
         """
         if self._thread is not None:
             self._thread.join(timeout)
+        if self._thread is not None and self._process != os.getpid():
+            raise MisuseError(
+                f"{self.folder} is written by process {self._process}, from which this one was "
+                "forked: wait there"
+            )
         if not self.done():
             raise CollectiveTimeoutError(
                 f"{self.folder} is still being written after {timeout:g} s",

@@ -201,7 +201,7 @@ def _begin(parent: str, descriptor: str) -> Callable[[RankReport], bool]:
     die_with_parent(int(parent))
     channel = int(descriptor)
     os.set_inheritable(channel, False)
-    file = os.fstat(channel)
+    file, process = os.fstat(channel), os.getpid()
     begun = b""
     with suppress(OSError):
         begun = os.read(channel, 1)
@@ -212,7 +212,8 @@ def _begin(parent: str, descriptor: str) -> Callable[[RankReport], bool]:
         """Send the report, and close the channel; return whether that could be done."""
         try:
             # A script that closes all descriptors may have given this number to another file.
-            if not os.path.samestat(os.fstat(channel), file):
+            # And how a process ends that it has forked is not how the rank does.
+            if os.getpid() != process or not os.path.samestat(os.fstat(channel), file):
                 return False
             with open(channel, "wb") as stream:
                 stream.write(report.encode())
