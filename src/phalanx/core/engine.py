@@ -101,7 +101,7 @@ class Engine(Poster):
         self.history = History(rank)
         self.counters: Counters | None = None
         self.moved = None
-        self.progress = Progress(rank, lambda: self.now())  # looked up: it raises in a child
+        self.progress = Progress(rank, lambda: self.now())  # noqa: PLW0108 - raises in a child
         self.at_close: list[Callable[[], object]] = []
         self.in_child: list[Callable[[], object]] = []
         self.trace = Trace.wanted(rank, world_size, now)

@@ -23,7 +23,10 @@ from phalanx.core.steps import ANY
 from phalanx.errors import DistributedError, SizeMismatchError
 from phalanx.wire.frame import MAX_PAYLOAD, Channel
 
-UNEXPECTED_LIMIT = 256 << 20  # bytes of unexpected messages kept of each peer
+UNEXPECTED_LIMIT = 256 << 20  # bytes that the unexpected messages of each peer may take
+# What they take beside their content, measured: a message, memory for content, and a channel's
+# queue. An empty message takes the first, and the third if it is alone on its channel.
+MESSAGE, CHUNK, CHANNEL = 424, 448, 960
 BLOCKS_KEPT = 16  # unused blocks, 8 MiB
 MAX_DISCARDED = 64 << 10  # bytes that are read at a time of what is dropped
 
@@ -42,13 +45,12 @@ class Matching:
         self.discarded = memoryview(bytearray(MAX_DISCARDED))
         self._blocks: list[memoryview] = []
         self._posted: defaultdict[tuple[Channel, int], deque[PostedReceive]] = defaultdict(deque)
-        self.unexpected: defaultdict[tuple[Channel, int], deque[IncomingMessage]]
-        self.unexpected = defaultdict(deque)
+        self.unexpected: dict[tuple[Channel, int], deque[IncomingMessage]] = {}
         self._from_any = 0  # how many of the posted receives take any sender's message
         self.in_progress: dict[PostedReceive, IncomingMessage] = {}
         self._order = itertools.count(1)
         self.traced = False  # whether to note when the first byte of a round comes
-        self.unexpected_bytes: defaultdict[int, int] = defaultdict(int)  # kept of each peer
+        self.unexpected_bytes: defaultdict[int, int] = defaultdict(int)  # taken, by peer
 
     def post(self, channel: Channel, posted: PostedReceive) -> None:
         """A receive is posted. Raises if the message that it matches does not fit it."""
@@ -66,9 +68,7 @@ class Matching:
             queue.insert(place, posted)
             self._from_any += posted.from_any
             return
-        incoming = unexpected.popleft()
-        if not unexpected:
-            del self.unexpected[key]
+        incoming = self._remove(key)
         call = posted.work.call
         if (
             incoming.fingerprint == call.fingerprint
@@ -85,6 +85,28 @@ class Matching:
             raise _size_mismatch(incoming, posted)
         # Another operation's. The receive stays posted until the checker has asked.
         posted.work.group.checker.met_another(call, incoming.peer)
+
+    def _queue(self, key: tuple[Channel, int]) -> deque[IncomingMessage]:
+        """Where unexpected messages of a peer on a channel go."""
+        queue = self.unexpected.get(key)
+        if queue is None:
+            queue = self.unexpected[key] = deque()
+            self.unexpected_bytes[key[1]] += CHANNEL
+        return queue
+
+    def _remove(
+        self, key: tuple[Channel, int], incoming: IncomingMessage | None = None
+    ) -> IncomingMessage:
+        """Remove an unexpected message, or the first, and return it."""
+        queue = self.unexpected[key]
+        if incoming is None:
+            incoming = queue.popleft()
+        else:
+            queue.remove(incoming)
+        if not queue:
+            del self.unexpected[key]
+            self.unexpected_bytes[key[1]] -= CHANNEL
+        return incoming
 
     def _first_sender(self, channel: Channel) -> int:
         """The sender of the first unexpected message on a channel, or ANY."""
@@ -136,9 +158,9 @@ class Matching:
             else:
                 work.group.checker.met_another(work.call, peer)
         elif channel.group not in self._over and not self._is_stale(channel, peer):
-            incoming.kept = True
+            incoming.keep()
             incoming.order = next(self._order)
-            self.unexpected[channel, peer].append(incoming)
+            self._queue((channel, peer)).append(incoming)
         if total == 0:
             incoming.arrived()
         return incoming
@@ -164,6 +186,8 @@ class Matching:
         """Whether `count` more bytes can be taken, of this message or (None) of a new one."""
         if incoming is not None and not incoming.kept:
             return True
+        if incoming is None:
+            count += MESSAGE + CHUNK + CHANNEL
         return self.unexpected_bytes[peer] + count <= UNEXPECTED_LIMIT
 
     def is_wanted(self, channel: Channel, peer: int) -> bool:
@@ -204,7 +228,7 @@ class Matching:
             incoming.forget()
         else:
             incoming.take_back()
-            self.unexpected[channel, posted.peer].appendleft(incoming)
+            self._queue((channel, posted.peer)).appendleft(incoming)
             self._rematch_waiting(channel, posted.peer)
 
     def _rematch_waiting(self, channel: Channel, peer: int) -> None:
@@ -231,9 +255,7 @@ class Matching:
         if posted is not None:
             del self.in_progress[posted]
         elif incoming in self.unexpected.get(key, ()):
-            self.unexpected[key].remove(incoming)
-            if not self.unexpected[key]:
-                del self.unexpected[key]
+            self._remove(key, incoming)
         incoming.forget()
         if posted is not None:
             self._rematch(incoming.channel, posted)
@@ -246,8 +268,8 @@ class Matching:
         """A group is broken or closed: drop what was kept for it, and what is still to come."""
         self._over.add(group)
         for key in [key for key in self.unexpected if key[0].group == group]:
-            for incoming in self.unexpected.pop(key):
-                incoming.forget()
+            while key in self.unexpected:
+                self._remove(key).forget()
 
 
 def _size_mismatch(incoming: IncomingMessage, posted: PostedReceive) -> SizeMismatchError:
@@ -365,6 +387,11 @@ class IncomingMessage:
 
     # For the matching ----------------------------------------------------------------------
 
+    def keep(self) -> None:
+        """It is unexpected."""
+        self.kept = True
+        self.matching.unexpected_bytes[self.peer] += MESSAGE
+
     def keep_whole(self, message: memoryview) -> None:
         """Copy an unexpected message that is here whole."""
         self._add_chunk(memoryview(bytearray(message)))
@@ -373,12 +400,12 @@ class IncomingMessage:
     def hand_over(self, posted: PostedReceive) -> None:
         """A receive was posted for a message that is here, or partly here, already."""
         self.posted = posted
-        self.kept = False
+        self._let_go()
         if posted.combine and self._chunk_left:
             # Half an element cannot be combined: what is in the last chunk waits for its rest.
             self._block = self._chunks.pop()
             self._staged = len(self._block) - self._chunk_left
-            self.matching.unexpected_bytes[self.peer] -= len(self._block)
+            self.matching.unexpected_bytes[self.peer] -= CHUNK + len(self._block)
         self._empty_chunks(posted)
 
     def arrived(self) -> None:
@@ -393,7 +420,7 @@ class IncomingMessage:
     def forget(self) -> None:
         """The receive was given up: what is still to come of the message is dropped."""
         self.posted = None
-        self.kept = False
+        self._let_go()
         self._drop_chunks()
         self._return_block()
 
@@ -403,9 +430,15 @@ class IncomingMessage:
         assert posted is not None
         assert not posted.combine
         self.posted = None
-        self.kept = True
+        self.keep()
         if self.filled:
             self._add_chunk(memoryview(bytearray(posted.view[: self.filled])))
+
+    def _let_go(self) -> None:
+        """It is unexpected no more, if it was."""
+        if self.kept:
+            self.kept = False
+            self.matching.unexpected_bytes[self.peer] -= MESSAGE
 
     def _empty_chunks(self, posted: PostedReceive) -> None:
         """Move what is in the chunks to the receive's memory."""
@@ -421,11 +454,11 @@ class IncomingMessage:
 
     def _add_chunk(self, chunk: memoryview) -> None:
         self._chunks.append(chunk)
-        self.matching.unexpected_bytes[self.peer] += len(chunk)
+        self.matching.unexpected_bytes[self.peer] += CHUNK + len(chunk)
 
     def _drop_chunks(self) -> None:
         for chunk in self._chunks:
-            self.matching.unexpected_bytes[self.peer] -= len(chunk)
+            self.matching.unexpected_bytes[self.peer] -= CHUNK + len(chunk)
             self.matching.return_block(chunk)
         self._chunks.clear()
         self._chunk_left = 0

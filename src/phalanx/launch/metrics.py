@@ -18,7 +18,6 @@ import math
 import os
 import socket
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
