@@ -206,7 +206,7 @@ METRICS = (
         "kept_bytes",
         "gauge",
         "By",
-        "Bytes of a peer's messages that no receive has asked for yet.",
+        "Memory of a peer's messages that no receive has asked for yet.",
         _of_peers(("bytes_kept", {})),
     ),
     Metric(

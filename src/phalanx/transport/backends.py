@@ -255,9 +255,10 @@ class TcpBackend(MeshBackend):
 
     Blocks until all ranks have met and are connected, each with each; those that start early try
     again until the others are there. Then nobody listens any more. A message is sent when the
-    kernel has taken it; up to 256 MiB of each peer's that nobody has asked for are kept by this
-    process, whenever it is in a call of this backend, those of collectives that the peer has issued
-    ahead among them. Beyond that the peer waits, and so does what it sends behind.
+    kernel has taken it; those of each peer that nobody has asked for are kept by this process, in
+    up to 256 MiB of memory (0.4 to 1.8 KiB a message, and its content), whenever it is in a call of
+    this backend, those of collectives that the peer has issued ahead among them. Beyond that the
+    peer waits, and so does what it sends behind.
 
     Of more than 16 ranks, each is connected with 1 + log2(world_size) others at most when this
     returns, and with another one when the first message to it is sent, which waits for the
