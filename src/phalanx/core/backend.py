@@ -517,9 +517,9 @@ class Backend:
             raise ValueError(f"rank {rank}: there is no memory of {count} elements")
         if timeout is not None:
             check_timeout(timeout)
+        transport = self.engine.transport
         if len(set(self.topology)) > 1:
             return None
-        transport = self.engine.transport
         source = Own() if self.world_size == 1 else transport.common(self.group)
         if source is None:
             return None
