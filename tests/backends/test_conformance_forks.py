@@ -82,16 +82,18 @@ def test_every_call_in_a_child_is_misuse_and_the_rank_goes_on(cluster: Cluster) 
 
 
 def test_the_end_of_a_backend_in_a_child_does_nothing_and_says_nothing(cluster: Cluster) -> None:
-    def end(backend: Backend) -> None:
-        with backend:
-            pass
-        backend.close()
-        backend.abort()
-        backend.fail(MisuseError("it is not for a child to break the group"))
+    def end(*backends: Backend) -> str:
+        for backend in backends:
+            with backend:
+                pass
+            backend.close()
+            backend.abort()
+            backend.fail(MisuseError("it is not for a child to break the group"))
+        return ""
 
     def fork(backend: Backend) -> str:
         group = backend.subgroup([0, 1])
-        said = said_by_child(lambda: (end(group), end(backend)) and "")
+        said = said_by_child(lambda: end(group, backend))
         assert phalanx.all_reduce(torch.ones(3), backend).tolist() == [2.0] * 3
         assert phalanx.all_reduce(torch.ones(3), group).tolist() == [2.0] * 3
         return said
