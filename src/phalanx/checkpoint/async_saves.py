@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from phalanx.core.backend import Backend
+from phalanx.core.failure import forked_error
 from phalanx.errors import CollectiveTimeoutError, DistributedError, MisuseError
 
 log = logging.getLogger("phalanx")
@@ -58,10 +59,7 @@ class PendingSave:
         if self._thread is not None:
             self._thread.join(timeout)
         if self._thread is not None and self._process != os.getpid():
-            raise MisuseError(
-                f"{self.folder} is written by process {self._process}, from which this one was "
-                "forked: wait there"
-            )
+            raise forked_error(self._group.rank if self._group else 0, self._process)
         if not self.done():
             raise CollectiveTimeoutError(
                 f"{self.folder} is still being written after {timeout:g} s",

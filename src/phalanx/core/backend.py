@@ -157,10 +157,7 @@ class Backend:
 
     @property
     def forked(self) -> bool:
-        """Whether this process is a child, by fork, of the rank: then it cannot use the backend.
-
-        Every call raises `MisuseError`; but `close()`, and the like, do nothing.
-        """
+        """Whether a rank forked this process: calls raise `MisuseError`, the end does nothing."""
         return self.engine.forked
 
     @property

@@ -18,6 +18,8 @@ import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable
 
+from typing_extensions import override
+
 from phalanx.core.posted import PostedReceive
 from phalanx.core.steps import ANY
 from phalanx.errors import DistributedError, SizeMismatchError
@@ -36,6 +38,23 @@ def is_full(kept: int) -> bool:
     return kept > UNEXPECTED_LIMIT - MAX_PAYLOAD
 
 
+class Unexpected(dict[tuple[Channel, int], "deque[IncomingMessage]"]):
+    """The unexpected messages by channel and sender. Their queues take memory, too: `taken`."""
+
+    def __init__(self, taken: defaultdict[int, int]) -> None:
+        self._taken = taken
+
+    def __missing__(self, key: tuple[Channel, int]) -> deque[IncomingMessage]:
+        self._taken[key[1]] += CHANNEL
+        queue = self[key] = deque()
+        return queue
+
+    @override
+    def __delitem__(self, key: tuple[Channel, int]) -> None:
+        super().__delitem__(key)
+        self._taken[key[1]] -= CHANNEL
+
+
 class Matching:
     """The posted receives and the incoming messages of one rank."""
 
@@ -45,12 +64,12 @@ class Matching:
         self.discarded = memoryview(bytearray(MAX_DISCARDED))
         self._blocks: list[memoryview] = []
         self._posted: defaultdict[tuple[Channel, int], deque[PostedReceive]] = defaultdict(deque)
-        self.unexpected: dict[tuple[Channel, int], deque[IncomingMessage]] = {}
         self._from_any = 0  # how many of the posted receives take any sender's message
         self.in_progress: dict[PostedReceive, IncomingMessage] = {}
         self._order = itertools.count(1)
         self.traced = False  # whether to note when the first byte of a round comes
         self.unexpected_bytes: defaultdict[int, int] = defaultdict(int)  # taken, by peer
+        self.unexpected = Unexpected(self.unexpected_bytes)
 
     def post(self, channel: Channel, posted: PostedReceive) -> None:
         """A receive is posted. Raises if the message that it matches does not fit it."""
@@ -68,7 +87,9 @@ class Matching:
             queue.insert(place, posted)
             self._from_any += posted.from_any
             return
-        incoming = self._remove(key)
+        incoming = unexpected.popleft()
+        if not unexpected:
+            del self.unexpected[key]
         call = posted.work.call
         if (
             incoming.fingerprint == call.fingerprint
@@ -85,28 +106,6 @@ class Matching:
             raise _size_mismatch(incoming, posted)
         # Another operation's. The receive stays posted until the checker has asked.
         posted.work.group.checker.met_another(call, incoming.peer)
-
-    def _queue(self, key: tuple[Channel, int]) -> deque[IncomingMessage]:
-        """Where unexpected messages of a peer on a channel go."""
-        queue = self.unexpected.get(key)
-        if queue is None:
-            queue = self.unexpected[key] = deque()
-            self.unexpected_bytes[key[1]] += CHANNEL
-        return queue
-
-    def _remove(
-        self, key: tuple[Channel, int], incoming: IncomingMessage | None = None
-    ) -> IncomingMessage:
-        """Remove an unexpected message, or the first, and return it."""
-        queue = self.unexpected[key]
-        if incoming is None:
-            incoming = queue.popleft()
-        else:
-            queue.remove(incoming)
-        if not queue:
-            del self.unexpected[key]
-            self.unexpected_bytes[key[1]] -= CHANNEL
-        return incoming
 
     def _first_sender(self, channel: Channel) -> int:
         """The sender of the first unexpected message on a channel, or ANY."""
@@ -160,7 +159,7 @@ class Matching:
         elif channel.group not in self._over and not self._is_stale(channel, peer):
             incoming.keep()
             incoming.order = next(self._order)
-            self._queue((channel, peer)).append(incoming)
+            self.unexpected[channel, peer].append(incoming)
         if total == 0:
             incoming.arrived()
         return incoming
@@ -228,7 +227,7 @@ class Matching:
             incoming.forget()
         else:
             incoming.take_back()
-            self._queue((channel, posted.peer)).appendleft(incoming)
+            self.unexpected[channel, posted.peer].appendleft(incoming)
             self._rematch_waiting(channel, posted.peer)
 
     def _rematch_waiting(self, channel: Channel, peer: int) -> None:
@@ -255,7 +254,9 @@ class Matching:
         if posted is not None:
             del self.in_progress[posted]
         elif incoming in self.unexpected.get(key, ()):
-            self._remove(key, incoming)
+            self.unexpected[key].remove(incoming)
+            if not self.unexpected[key]:
+                del self.unexpected[key]
         incoming.forget()
         if posted is not None:
             self._rematch(incoming.channel, posted)
@@ -268,8 +269,9 @@ class Matching:
         """A group is broken or closed: drop what was kept for it, and what is still to come."""
         self._over.add(group)
         for key in [key for key in self.unexpected if key[0].group == group]:
-            while key in self.unexpected:
-                self._remove(key).forget()
+            for incoming in self.unexpected[key]:
+                incoming.forget()
+            del self.unexpected[key]
 
 
 def _size_mismatch(incoming: IncomingMessage, posted: PostedReceive) -> SizeMismatchError:
@@ -387,10 +389,10 @@ class IncomingMessage:
 
     # For the matching ----------------------------------------------------------------------
 
-    def keep(self) -> None:
-        """It is unexpected."""
-        self.kept = True
-        self.matching.unexpected_bytes[self.peer] += MESSAGE
+    def keep(self, kept: bool = True) -> None:
+        """It is unexpected, or no more."""
+        self.matching.unexpected_bytes[self.peer] += MESSAGE * (kept - self.kept)
+        self.kept = kept
 
     def keep_whole(self, message: memoryview) -> None:
         """Copy an unexpected message that is here whole."""
@@ -400,7 +402,7 @@ class IncomingMessage:
     def hand_over(self, posted: PostedReceive) -> None:
         """A receive was posted for a message that is here, or partly here, already."""
         self.posted = posted
-        self._let_go()
+        self.keep(False)
         if posted.combine and self._chunk_left:
             # Half an element cannot be combined: what is in the last chunk waits for its rest.
             self._block = self._chunks.pop()
@@ -420,7 +422,7 @@ class IncomingMessage:
     def forget(self) -> None:
         """The receive was given up: what is still to come of the message is dropped."""
         self.posted = None
-        self._let_go()
+        self.keep(False)
         self._drop_chunks()
         self._return_block()
 
@@ -433,12 +435,6 @@ class IncomingMessage:
         self.keep()
         if self.filled:
             self._add_chunk(memoryview(bytearray(posted.view[: self.filled])))
-
-    def _let_go(self) -> None:
-        """It is unexpected no more, if it was."""
-        if self.kept:
-            self.kept = False
-            self.matching.unexpected_bytes[self.peer] -= MESSAGE
 
     def _empty_chunks(self, posted: PostedReceive) -> None:
         """Move what is in the chunks to the receive's memory."""

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -67,13 +67,11 @@ class Segment:
         return segment
 
     def detach(self) -> None:
-        """In a child that was forked: from now on what is written there stays in this process.
-
-        What it reads is as before.
-        """
+        """In a child that was forked: what it writes stays there. What it reads is as before."""
+        both, fixed_no_reserve = mmap.PROT_READ | mmap.PROT_WRITE, 0x4010
+        how = mmap.MAP_PRIVATE | fixed_no_reserve
         if self.fd >= 0:
-            both = mmap.PROT_READ | mmap.PROT_WRITE
-            _system_mmap()(self.start, self.size, both, _IN_PLACE_AND_PRIVATE, self.fd, 0)
+            _system_mmap()(self.start, self.size, both, how, self.fd, 0)
 
     def close(self) -> None:
         """From now on nobody can attach it."""
@@ -82,17 +80,11 @@ class Segment:
             self.fd = -1
 
 
-_IN_PLACE_AND_PRIVATE = mmap.MAP_PRIVATE | 0x10 | 0x4000  # MAP_FIXED, MAP_NORESERVE of Linux
-
-
 @cache
-def _system_mmap() -> Callable[..., object]:
-    """`mmap(2)`, which can replace what is mapped, as Python's cannot."""
-    system: Callable[..., object] = ctypes.CDLL(None).mmap
-    system.argtypes = (  # type: ignore[attr-defined]
-        *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int),
-        *(ctypes.c_int, ctypes.c_int, ctypes.c_long),
-    )
+def _system_mmap() -> Any:
+    """`mmap(2)`, which can put one mapping in the place of another, as Python's cannot."""
+    system = ctypes.CDLL(None).mmap
+    system.argtypes = *[ctypes.c_size_t] * 2, *[ctypes.c_int] * 3, ctypes.c_size_t
     return system
 
 
@@ -121,6 +113,10 @@ SMALLEST = 64 << 20  # bytes of a segment; they cost nothing until they are writ
 LINE = 64  # bytes of a cache line, to which small blocks are aligned; large ones to pages
 KEPT = 1 << 30  # bytes of free memory whose pages are kept
 LARGE = 1 << 20  # bytes from which on pages are worth giving back
+
+
+Lease: TypeAlias = "weakref.ref[memoryview]"
+"""On a block: called back when the last tensor in it is gone."""
 
 
 class Block(NamedTuple):
@@ -153,9 +149,10 @@ class Arena:
         self._kept = kept
         self._free = [Block(0, used, first.size - used)]  # ordered by segment and offset
         self._free_bytes = 0
-        # A tensor may be freed in any thread, in the garbage collector: an append is safe there.
-        self._returned: deque[Block | _Lease] = deque()
-        self._leases: set[_Lease] = set()
+        # A tensor may be freed in any thread, in the garbage collector: an append is safe there. It
+        # runs no Python code, in which a signal's handler could come, and raise to nobody.
+        self._returned: deque[Block | Lease] = deque()
+        self._leases: dict[int, tuple[Lease, Block]] = {}  # of tensors that are there, by identity
 
     def take(self, size: int, *, after: int = -1) -> Block:
         """A block of at least `size` bytes, in a segment with a higher number than `after`.
@@ -201,16 +198,10 @@ class Arena:
             return torch.empty(shape, dtype=dtype)
         block = self.take(count * dtype.itemsize, after=0)
         segment = self.segments[block.segment]
-        memory = _Memory(segment)
-        lease = _Lease(memory, self._returned.append)
-        lease.block = block
-        self._leases.add(lease)
+        memory = memoryview(segment.map)  # held by the tensors on it: it keeps the segment mapped
+        lease = weakref.ref(memory, self._returned.append)
+        self._leases[id(lease)] = lease, block
         return tensor_at(segment.start + block.offset, count, dtype, keeping=memory).view(shape)
-
-    def detach(self) -> None:
-        """In a child that was forked: nothing that is written from now on is seen by others."""
-        for segment in self.segments:
-            segment.detach()
 
     def close(self) -> None:
         """From now on nobody can attach the segments."""
@@ -221,10 +212,8 @@ class Arena:
         """Put freed blocks back into the free list, joined with adjacent ones."""
         free = self._free
         while self._returned:
-            block = self._returned.popleft()
-            if isinstance(block, _Lease):
-                self._leases.remove(block)
-                block = block.block
+            lease = self._returned.popleft()
+            block = lease if isinstance(lease, Block) else self._leases.pop(id(lease))[1]
             if self._free_bytes <= self._kept or block.size < LARGE:
                 self._free_bytes += block.size
             else:
@@ -240,25 +229,6 @@ class Arena:
                 free[place - 1] = Block(before.segment, before.offset, before.size + block.size)
             else:
                 free.insert(place, block)
-
-
-class _Memory:
-    """Held by the tensors on one block: keeps its segment mapped."""
-
-    __slots__ = ("__weakref__", "segment")
-
-    def __init__(self, segment: Segment) -> None:
-        self.segment = segment
-
-
-class _Lease(weakref.ref[_Memory]):
-    """Says that a block is in use; given back by itself when the last tensor on it is gone.
-
-    Not by a finalizer in Python: a signal's handler that ran in that could raise nothing.
-    """
-
-    __slots__ = ("block",)
-    block: Block
 
 
 def _up_to(unit: int, number: int) -> int:

@@ -170,16 +170,13 @@ class Mesh:
         return False
 
     def close_in_child(self) -> None:
-        """After a fork: this copy of the sockets would hide this rank's death from its peers.
-
-        And what the child writes, its peers must not read.
-        """
+        """After a fork: this copy would hide this rank's death, and what it wrote be read."""
         for connection in self.connections.values():
             connection.sock.close()
         for sock in self.wide.sockets() if self.wide is not None else ():
             sock.close()
-        if self.domain is not None:
-            self.domain.arena.detach()
+        for segment in self.domain.arena.segments if self.domain is not None else ():
+            segment.detach()
 
     def close(self) -> None:
         """Close every connection."""
