@@ -98,10 +98,14 @@ class Forks:
                 atexit._run_exitfuncs()  # a thread's child has no other end
                 return 0
         except MisuseError as error:
-            return MISUSE if "was forked" in str(error) else OTHER
-        except BaseException:
-            return OTHER
-        return WENT_THROUGH
+            if "was forked" in str(error):
+                return MISUSE
+            os.write(2, f"a child that {act}s: {error!r}\n".encode())
+        except BaseException as error:
+            os.write(2, f"a child that {act}s: {error!r}\n".encode())
+        else:
+            return WENT_THROUGH
+        return OTHER
 
 
 # What a rank does: each is called again and again, and says whether its result is right.
