@@ -80,7 +80,7 @@ class Forks:
             self.wrong.append(f"rank {self._backend.rank}: a child that {act}s ended with {code}")
 
     def _be_a_child(self, act: str, work: Any) -> int:
-        from phalanx import MisuseError  # noqa: PLC0415
+        from phalanx import MisuseError
 
         try:
             if act == "call":
@@ -111,12 +111,14 @@ class Forks:
 # What a rank does: each is called again and again, and says whether its result is right.
 
 
-def traffics(backend: Any) -> dict[str, tuple[Callable[[Forks], bool], Callable[[], object]]]:
-    import torch  # noqa: PLC0415
-    from torch import nn  # noqa: PLC0415
+def traffics(  # noqa: PLR0915 - ten of them
+    backend: Any,
+) -> dict[str, tuple[Callable[[Forks], bool], Callable[[], object]]]:
+    import torch
+    from torch import nn
 
-    import phalanx  # noqa: PLC0415
-    from phalanx.aggregation import ParameterServer  # noqa: PLC0415
+    import phalanx
+    from phalanx.aggregation import ParameterServer
 
     rank, peer = backend.rank, 1 - backend.rank
     group = backend.subgroup([0, 1])
@@ -224,9 +226,9 @@ def traffics(backend: Any) -> dict[str, tuple[Callable[[Forks], bool], Callable[
 
 
 def be_a_rank(kind: str, count: int, seed: int) -> None:
-    import torch  # noqa: PLC0415
+    import torch
 
-    import phalanx  # noqa: PLC0415
+    import phalanx
 
     torch.set_num_threads(1)
     backend = phalanx.init(kind, timeout=SECONDS)
@@ -238,7 +240,9 @@ def be_a_rank(kind: str, count: int, seed: int) -> None:
             if not step(forks):
                 forks.wrong.append(f"rank {backend.rank}: a result is wrong")
             steps += 1
-            over = bool(phalanx.all_reduce(torch.tensor([forks.over()]), control, phalanx.ReduceOp.MIN)[0])
+            over = bool(
+                phalanx.all_reduce(torch.tensor([forks.over()]), control, phalanx.ReduceOp.MIN)[0]
+            )
         result = {"kind": kind, "traffic": name, "right": forks.right, "wrong": forks.wrong}
         print(json.dumps({**result, "steps": steps}), flush=True)
     backend.close()
@@ -250,7 +254,7 @@ def attack(kinds: list[str], count: int, seed: int) -> tuple[int, int]:
     wrong: list[str] = []
     for kind in kinds:
         here = [sys.executable, "-m", "phalanx.cli", "run", "-n", "2", __file__]
-        job = subprocess.run(
+        job = subprocess.run(  # noqa: PLW1510 - how it ended is looked at below
             [*here, "--rank", kind, "--count", str(count), "--seed", str(seed)],
             capture_output=True,
             text=True,
