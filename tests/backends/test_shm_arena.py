@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -239,3 +240,17 @@ def test_tensors_may_end_in_any_thread_and_whenever_garbage_is_collected(an_aren
     gc.collect()
     assert not wrong
     assert all_is_one_block_again(arena)
+
+
+def test_no_python_code_runs_when_memory_is_given_back(an_arena: Maker) -> None:
+    """A signal's handler that ran in it could raise to nobody: Python would drop the error."""
+    arena, ran = an_arena(), []
+    tensor = arena.empty((1000,), torch.float32)
+    view = tensor[10:]
+    del tensor
+    sys.setprofile(lambda frame, event, argument: ran.append(event))
+    del view
+    sys.setprofile(None)
+    assert [event for event in ran if event == "call"] == []
+    arena.take(1)
+    assert arena.empty((1000,), torch.float32).data_ptr() == arena.segments[1].start

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from phalanx.core.backend import Backend
+from phalanx.core.failure import forked_error
 from phalanx.errors import CollectiveTimeoutError, DistributedError, MisuseError
 
 log = logging.getLogger("phalanx")
@@ -28,6 +30,7 @@ class PendingSave:
         self.folder = folder
         self.step = step
         self._thread: threading.Thread | None = None
+        self._process = os.getpid()
         self._failure: BaseException | None = None
         self._raised = False
         self._group: Backend | None = None
@@ -55,6 +58,8 @@ class PendingSave:
         """
         if self._thread is not None:
             self._thread.join(timeout)
+        if self._thread is not None and self._process != os.getpid():
+            raise forked_error(self._group.rank if self._group else 0, self._process)
         if not self.done():
             raise CollectiveTimeoutError(
                 f"{self.folder} is still being written after {timeout:g} s",

@@ -119,6 +119,7 @@ class TensorRequest(Request[T]):
     def _bind(self) -> tuple[Arguments, Callable[[], T]]:
         """What the backend is asked to do, and what gives the result afterwards."""
         backend, collective = self.backend, self.collective
+        counters = backend.engine.counters  # first: it raises in a child that was forked
         algorithm, reproducible, label, timeout = self.options
         # What was right once is right again.
         kind = (collective, self.shape, self.dtype, self.op, self.root, algorithm, reproducible)
@@ -133,7 +134,7 @@ class TensorRequest(Request[T]):
             if plan.program and first is not None and not first.is_cpu:
                 return self._staged(plan, first.device)
             if shm is not None:
-                steps = shm.steps(self.source, self.out, self.own, backend.engine.counters)
+                steps = shm.steps(self.source, self.out, self.own, counters)
             else:
                 steps, result, buffers, combine = self._by_messages(plan)
         signature, fingerprint = plan.signature, plan.fingerprint

@@ -156,6 +156,11 @@ class Backend:
         return len(set(self.topology)) > 1
 
     @property
+    def forked(self) -> bool:
+        """Whether a rank forked this process: calls raise `MisuseError`, the end does nothing."""
+        return self.engine.forked
+
+    @property
     def finished(self) -> int:
         """How many collectives of this group are over on this rank."""
         return self.group.finished
@@ -509,9 +514,9 @@ class Backend:
             raise ValueError(f"rank {rank}: there is no memory of {count} elements")
         if timeout is not None:
             check_timeout(timeout)
+        transport = self.engine.transport
         if len(set(self.topology)) > 1:
             return None
-        transport = self.engine.transport
         source = Own() if self.world_size == 1 else transport.common(self.group)
         if source is None:
             return None
@@ -571,6 +576,8 @@ class Backend:
         go on: the others wait for it, and this tells them why it will not come. They blame the
         error's `peer`, or else this rank; or `culprit`, a global rank that need not be a member.
         """
+        if self.forked:
+            return
         with self.engine.lock:
             if self.engine.closed:  # the others know already that this rank left, or was lost
                 return
@@ -582,6 +589,8 @@ class Backend:
 
     def close(self) -> None:
         """Leave: peers that wait for this rank are told so. Bounded in time; may be repeated."""
+        if self.forked:
+            return
         with self.engine.lock:
             if not self.group.closed:
                 self.group.close()
@@ -592,6 +601,8 @@ class Backend:
 
     def abort(self) -> None:
         """Leave at once: to the others this rank is lost, and the group is broken."""
+        if self.forked:
+            return
         with self.engine.lock:
             group = self.group
             if not group.closed:

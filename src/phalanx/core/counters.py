@@ -53,7 +53,8 @@ class PeerCounts(Struct, frozen=True):
     messages_sent, messages_received, bytes_sent, bytes_received   of messages, without headers
     bytes_given, bytes_read   in collectives in shared memory: that the peer has read here; that
                               this rank has read there
-    bytes_kept                of messages of the peer that no receive has asked for, at this moment
+    bytes_kept                that messages of the peer take which no receive has asked for, at this
+                              moment: their content, and some 0.4 to 1.8 KiB a message
     seconds_waiting           in which this rank was blocked until the peer's message or flag came
     """
 

@@ -16,9 +16,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache, partial
 from time import monotonic
 from typing import Any
 
@@ -27,7 +30,7 @@ from typing_extensions import override
 
 from phalanx.core.counters import Counters, Counts, Progress
 from phalanx.core.device import AcceleratorCopies, HostCopies, device_kinds
-from phalanx.core.failure import Failure
+from phalanx.core.failure import Failure, forked_error
 from phalanx.core.matching import Matching
 from phalanx.core.posted import GroupBase, PostedRound, Poster, Wait, WorkBase
 from phalanx.core.recorder import History, Trace, set_up_log
@@ -53,7 +56,9 @@ class Engine(Poster):
     ready      works whose step is complete; shared likewise
     now        the clock, in seconds, from which the core reads deadlines and durations
     transport  set by the transport's constructor
-    process    which this rank is; a child that was forked is another one
+    process    which this rank is
+    forked     whether this is the copy of a child process that was forked (`ForkedEngine`)
+    in_child   called, in order, in such a child: what it must not keep open
     native     for each group, what another library carries out whole
     counters   counts what this rank does; None until the first call of `count`
     progress   how far the program has come
@@ -64,6 +69,7 @@ class Engine(Poster):
     """
 
     transport: Transport
+    forked = False
 
     def __init__(
         self,
@@ -95,8 +101,9 @@ class Engine(Poster):
         self.history = History(rank)
         self.counters: Counters | None = None
         self.moved = None
-        self.progress = Progress(rank, now)
+        self.progress = Progress(rank, lambda: self.now())  # noqa: PLW0108 - raises in a child
         self.at_close: list[Callable[[], object]] = []
+        self.in_child: list[Callable[[], object]] = []
         self.trace = Trace.wanted(rank, world_size, now)
         self.matching.traced = self.trace is not None
         self.watchdog = Watchdog(
@@ -106,6 +113,9 @@ class Engine(Poster):
         self.copies: dict[torch.device, HostCopies] = {}
         self._early: dict[int, EarlyControl] = {}  # by the group's identity
         self._advancing = False
+        engines = _engines_of_this_process()
+        engines[:] = [other for other in engines if other() is not None]
+        engines.append(weakref.ref(self))
 
     # Works ----------------------------------------------------------------------------------
 
@@ -408,3 +418,44 @@ class EarlyControl:
     failure: Failure | None = None
     leavers: set[int] = field(default_factory=set)
     asks: dict[int, Ask] = field(default_factory=dict)
+
+
+# ------------------------------------------------------------------------------
+# A child that was forked, such as a data loader's worker, has copies of what its parent has made:
+# locks that are held by threads which it has not, sockets, memory that other ranks read. It can use
+# none of it, and all of it goes through the engine. What it makes anew is its own.
+
+
+class ForkedEngine(Engine):
+    """What an engine becomes in a child that was forked: whatever is asked of it raises."""
+
+    forked = True
+
+    @override
+    def __getattribute__(self, name: str) -> Any:
+        if name == "forked" or name.startswith("__"):
+            return super().__getattribute__(name)
+        known = super().__getattribute__("__dict__")
+        raise forked_error(known["rank"], known["process"])
+
+
+@cache
+def _engines_of_this_process() -> list[weakref.ref[Engine]]:
+    """Those that may be alive; a child in which this process is forked is told of them.
+
+    Python never forgets what it shall call after a fork: so that is one function for all of them.
+    """
+    engines: list[weakref.ref[Engine]] = []
+    os.register_at_fork(after_in_child=partial(_forked, engines))
+    return engines
+
+
+def _forked(engines: list[weakref.ref[Engine]]) -> None:
+    for reference in engines:
+        engine = reference()
+        if engine is not None:
+            for let_go in engine.in_child:
+                with suppress(OSError):
+                    let_go()
+            engine.__class__ = ForkedEngine
+    engines.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -55,14 +56,23 @@ class Failure(NamedTuple):
 # Error texts: a failure, as seen from one operation of one rank.
 
 
-def closed_error(call: Call, group: Members, *, forked: bool = False) -> MisuseError:
-    """The error of a call on a backend that is closed, as all are in a child that was forked."""
-    why = " in this process, which was forked: only the one that has joined may call"
+def closed_error(call: Call, group: Members) -> MisuseError:
+    """The error of a call on a backend that is closed."""
     return MisuseError(
-        f"rank {group.rank}: {call.describe()} on a backend that is closed{why if forked else ''}",
+        f"rank {group.rank}: {call.describe()} on a backend that is closed",
         rank=group.rank,
         op=call.name,
         sequence=call.sequence,
+    )
+
+
+def forked_error(rank: int, process: int) -> MisuseError:
+    """The error of every call, in a child that was forked, on what its parent has made."""
+    return MisuseError(
+        f"rank {rank}: this process ({os.getpid()}) was forked from rank {rank} (process "
+        f"{process}), and cannot use what that has made: make a backend anew here, or start it by "
+        "spawn instead of fork",
+        rank=rank,
     )
 
 

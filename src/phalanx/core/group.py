@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import struct
 import weakref
 from collections import Counter, deque
@@ -367,7 +366,7 @@ class Group(GroupBase):
         if work.is_collective and later:
             self.checker.calls.pop()
         if self.closed or self.engine.closed or failure is None:
-            raise closed_error(call, self, forked=os.getpid() != self.engine.process)
+            raise closed_error(call, self)
         self._unraised = False
         error = self._error_for(failure, call, later=later)
         self.engine.history.note_on(error)

@@ -18,12 +18,17 @@ import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable
 
+from typing_extensions import override
+
 from phalanx.core.posted import PostedReceive
 from phalanx.core.steps import ANY
 from phalanx.errors import DistributedError, SizeMismatchError
 from phalanx.wire.frame import MAX_PAYLOAD, Channel
 
-UNEXPECTED_LIMIT = 256 << 20  # bytes of unexpected messages kept of each peer
+UNEXPECTED_LIMIT = 256 << 20  # bytes that the unexpected messages of each peer may take
+# What they take beside their content, measured: a message, memory for content, and a channel's
+# queue. An empty message takes the first, and the third if it is alone on its channel.
+MESSAGE, CHUNK, CHANNEL = 424, 448, 960
 BLOCKS_KEPT = 16  # unused blocks, 8 MiB
 MAX_DISCARDED = 64 << 10  # bytes that are read at a time of what is dropped
 
@@ -31,6 +36,23 @@ MAX_DISCARDED = 64 << 10  # bytes that are read at a time of what is dropped
 def is_full(kept: int) -> bool:
     """Whether a rank that keeps so many bytes of a peer may not take the next frame."""
     return kept > UNEXPECTED_LIMIT - MAX_PAYLOAD
+
+
+class Unexpected(dict[tuple[Channel, int], "deque[IncomingMessage]"]):
+    """The unexpected messages by channel and sender. Their queues take memory, too: `taken`."""
+
+    def __init__(self, taken: defaultdict[int, int]) -> None:
+        self._taken = taken
+
+    def __missing__(self, key: tuple[Channel, int]) -> deque[IncomingMessage]:
+        self._taken[key[1]] += CHANNEL
+        queue = self[key] = deque()
+        return queue
+
+    @override
+    def __delitem__(self, key: tuple[Channel, int]) -> None:
+        super().__delitem__(key)
+        self._taken[key[1]] -= CHANNEL
 
 
 class Matching:
@@ -42,13 +64,12 @@ class Matching:
         self.discarded = memoryview(bytearray(MAX_DISCARDED))
         self._blocks: list[memoryview] = []
         self._posted: defaultdict[tuple[Channel, int], deque[PostedReceive]] = defaultdict(deque)
-        self.unexpected: defaultdict[tuple[Channel, int], deque[IncomingMessage]]
-        self.unexpected = defaultdict(deque)
         self._from_any = 0  # how many of the posted receives take any sender's message
         self.in_progress: dict[PostedReceive, IncomingMessage] = {}
         self._order = itertools.count(1)
         self.traced = False  # whether to note when the first byte of a round comes
-        self.unexpected_bytes: defaultdict[int, int] = defaultdict(int)  # kept of each peer
+        self.unexpected_bytes: defaultdict[int, int] = defaultdict(int)  # taken, by peer
+        self.unexpected = Unexpected(self.unexpected_bytes)
 
     def post(self, channel: Channel, posted: PostedReceive) -> None:
         """A receive is posted. Raises if the message that it matches does not fit it."""
@@ -136,7 +157,7 @@ class Matching:
             else:
                 work.group.checker.met_another(work.call, peer)
         elif channel.group not in self._over and not self._is_stale(channel, peer):
-            incoming.kept = True
+            incoming.keep()
             incoming.order = next(self._order)
             self.unexpected[channel, peer].append(incoming)
         if total == 0:
@@ -164,6 +185,8 @@ class Matching:
         """Whether `count` more bytes can be taken, of this message or (None) of a new one."""
         if incoming is not None and not incoming.kept:
             return True
+        if incoming is None:
+            count += MESSAGE + CHUNK + CHANNEL
         return self.unexpected_bytes[peer] + count <= UNEXPECTED_LIMIT
 
     def is_wanted(self, channel: Channel, peer: int) -> bool:
@@ -246,8 +269,9 @@ class Matching:
         """A group is broken or closed: drop what was kept for it, and what is still to come."""
         self._over.add(group)
         for key in [key for key in self.unexpected if key[0].group == group]:
-            for incoming in self.unexpected.pop(key):
+            for incoming in self.unexpected[key]:
                 incoming.forget()
+            del self.unexpected[key]
 
 
 def _size_mismatch(incoming: IncomingMessage, posted: PostedReceive) -> SizeMismatchError:
@@ -365,6 +389,11 @@ class IncomingMessage:
 
     # For the matching ----------------------------------------------------------------------
 
+    def keep(self, kept: bool = True) -> None:
+        """It is unexpected, or no more."""
+        self.matching.unexpected_bytes[self.peer] += MESSAGE * (kept - self.kept)
+        self.kept = kept
+
     def keep_whole(self, message: memoryview) -> None:
         """Copy an unexpected message that is here whole."""
         self._add_chunk(memoryview(bytearray(message)))
@@ -373,12 +402,12 @@ class IncomingMessage:
     def hand_over(self, posted: PostedReceive) -> None:
         """A receive was posted for a message that is here, or partly here, already."""
         self.posted = posted
-        self.kept = False
+        self.keep(False)
         if posted.combine and self._chunk_left:
             # Half an element cannot be combined: what is in the last chunk waits for its rest.
             self._block = self._chunks.pop()
             self._staged = len(self._block) - self._chunk_left
-            self.matching.unexpected_bytes[self.peer] -= len(self._block)
+            self.matching.unexpected_bytes[self.peer] -= CHUNK + len(self._block)
         self._empty_chunks(posted)
 
     def arrived(self) -> None:
@@ -393,7 +422,7 @@ class IncomingMessage:
     def forget(self) -> None:
         """The receive was given up: what is still to come of the message is dropped."""
         self.posted = None
-        self.kept = False
+        self.keep(False)
         self._drop_chunks()
         self._return_block()
 
@@ -403,7 +432,7 @@ class IncomingMessage:
         assert posted is not None
         assert not posted.combine
         self.posted = None
-        self.kept = True
+        self.keep()
         if self.filled:
             self._add_chunk(memoryview(bytearray(posted.view[: self.filled])))
 
@@ -421,11 +450,11 @@ class IncomingMessage:
 
     def _add_chunk(self, chunk: memoryview) -> None:
         self._chunks.append(chunk)
-        self.matching.unexpected_bytes[self.peer] += len(chunk)
+        self.matching.unexpected_bytes[self.peer] += CHUNK + len(chunk)
 
     def _drop_chunks(self) -> None:
         for chunk in self._chunks:
-            self.matching.unexpected_bytes[self.peer] -= len(chunk)
+            self.matching.unexpected_bytes[self.peer] -= CHUNK + len(chunk)
             self.matching.return_block(chunk)
         self._chunks.clear()
         self._chunk_left = 0

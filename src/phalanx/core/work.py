@@ -101,12 +101,13 @@ class Work(WorkBase, Generic[T]):
         """
         if not self.over:
             group = self.group
+            wait = group.engine.wait  # first: it raises in a child that was forked
             if timeout is not None:
                 self.timeout = check_timeout(timeout)
                 self.deadline = group.engine.now() + timeout
                 group.engine.watchdog.forget(self)
             try:
-                group.engine.wait(self)
+                wait(self)
             except BaseException as interruption:
                 with group.engine.lock:
                     group.abandon(self, interruption)

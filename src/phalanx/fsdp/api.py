@@ -148,6 +148,8 @@ class FSDP(Wrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. Blocks while groups are unsharded."""
+        if self.backend.forked:  # perhaps in the middle of a pass
+            self._refuse("forward in a process that was forked from the rank: start it by spawn")
         if self._summoned:
             self._refuse("forward inside summon_full_params(): leave it first")
         if self._unwrapped:

@@ -22,7 +22,6 @@ import os
 import re
 import socket
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -215,7 +214,7 @@ METRICS = (
         "kept_bytes",
         "gauge",
         "By",
-        "Bytes of a peer's messages that no receive has asked for yet.",
+        "Memory of a peer's messages that no receive has asked for yet.",
         _of_peers(("bytes_kept", {})),
     ),
     Metric(
@@ -357,8 +356,7 @@ class MetricsServer:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         engine.at_close.append(self.close)
-        # A data loader's worker must not keep the port.
-        os.register_at_fork(after_in_child=partial(_close_in_child, weakref.ref(listener)))
+        engine.in_child.append(listener.close)  # a data loader's worker must not keep the port
 
     def close(self) -> None:
         """Stop; the port is free when this returns."""
@@ -471,10 +469,3 @@ def _response(status: str, body: str = "", *, also: str = "", head_only: bool = 
         f"Content-Length: {len(content)}\r\nConnection: close\r\n{also}\r\n"
     )
     return head.encode() + (b"" if head_only else content)
-
-
-def _close_in_child(listener: weakref.ref[socket.socket]) -> None:
-    """Close a listener in a child process that was forked."""
-    own = listener()
-    if own is not None:
-        own.close()

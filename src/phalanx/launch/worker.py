@@ -6,6 +6,7 @@ calls the user's function. What it returned, or how it failed, goes to the super
 
 from __future__ import annotations
 
+import _thread
 import faulthandler
 import importlib
 import linecache
@@ -18,6 +19,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -77,7 +79,7 @@ def run_script() -> None:
     send = _begin(parent, descriptor)
     code = 0
     try:
-        signal.signal(signal.SIGTERM, _stop)
+        _Stop()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         safe_path = getattr(sys.flags, "safe_path", False)
         if kind == "module":
@@ -143,7 +145,7 @@ def run_function(preparation: dict[str, Any]) -> None:
             _import_main(preparation)
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which stops us
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-            signal.signal(signal.SIGTERM, _stop)
+            _Stop()
             report = RankReport.of_result(int(rank), _call(*arguments), dumps)
         except RankStopped:
             raise
@@ -201,7 +203,7 @@ def _begin(parent: str, descriptor: str) -> Callable[[RankReport], bool]:
     die_with_parent(int(parent))
     channel = int(descriptor)
     os.set_inheritable(channel, False)
-    file = os.fstat(channel)
+    file, process = os.fstat(channel), os.getpid()
     begun = b""
     with suppress(OSError):
         begun = os.read(channel, 1)
@@ -212,7 +214,8 @@ def _begin(parent: str, descriptor: str) -> Callable[[RankReport], bool]:
         """Send the report, and close the channel; return whether that could be done."""
         try:
             # A script that closes all descriptors may have given this number to another file.
-            if not os.path.samestat(os.fstat(channel), file):
+            # And how a process ends that it has forked is not how the rank does.
+            if os.getpid() != process or not os.path.samestat(os.fstat(channel), file):
                 return False
             with open(channel, "wb") as stream:
                 stream.write(report.encode())
@@ -223,9 +226,34 @@ def _begin(parent: str, descriptor: str) -> Callable[[RankReport], bool]:
     return send
 
 
-def _stop(signum: int, frame: FrameType | None) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: cleaning up goes on
-    raise RankStopped("told to stop by SIGTERM: another rank failed, or the job has to end")
+class _Stop:
+    """Handles SIGTERM: raises `RankStopped`, once; again if that got nowhere.
+
+    So it is in a `__del__`, or in a weakref's callback: there Python drops what is raised. Then the
+    signal is sent again, a moment later, when that is over; and so is SIGINT.
+    """
+
+    def __init__(self) -> None:
+        self._told = False
+        signal.signal(signal.SIGTERM, self)
+        sys.unraisablehook = self._dropped
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        if not self._told:  # once is enough: cleaning up goes on
+            self._told = True
+            raise RankStopped("told to stop by SIGTERM: another rank failed, or the job has to end")
+
+    def _dropped(self, what: sys.UnraisableHookArgs) -> None:
+        signals = {RankStopped: signal.SIGTERM, KeyboardInterrupt: signal.SIGINT}
+        if what.exc_type in signals:  # `Thread` takes locks, which the main thread may hold
+            _thread.start_new_thread(self._send_again, (signals[what.exc_type],))
+        else:
+            sys.__unraisablehook__(what)
+
+    def _send_again(self, signum: int) -> None:
+        time.sleep(0.001)
+        self._told = self._told and signum != signal.SIGTERM
+        signal.pthread_kill(threading.main_thread().ident or 0, signum)
 
 
 def _leave(code: int) -> NoReturn:

@@ -431,7 +431,8 @@ class LibraryBackend(MeshBackend):
     @override
     def _leave(self, *, farewell: float) -> None:
         super()._leave(farewell=farewell)
-        self._natives.close()
+        if not self.forked:
+            self._natives.close()
 
 
 def _listen(host: str | None) -> tuple[socket.socket, bytes]:

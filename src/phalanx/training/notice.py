@@ -184,7 +184,7 @@ class Notice:
         self._group = self._exchange = None
         assert group is not None
         try:
-            if exchange is not None and kind is None:
+            if exchange is not None and kind is None and not group.forked:
                 exchange.wait()  # the others read it, too
         finally:
             group.close()

@@ -160,7 +160,7 @@ class Scalars:
     def close(self) -> None:
         """Write what was logged since the last record, too. Every rank calls it; blocks until rank
         0 has written, but for 120 s at most. A second call does nothing."""
-        if not self._is_open:
+        if not self._is_open or self._backend.forked:
             return
         self._is_open = False
         try:

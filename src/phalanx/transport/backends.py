@@ -12,7 +12,6 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from typing import ClassVar, Literal
 
 from phalanx.core.backend import DEFAULT_TIMEOUT, Backend
@@ -105,7 +104,6 @@ class MeshBackend(Backend):
         # A process that ends without close() says goodbye all the same, so that what it has sent
         # last is not lost with it.
         self._at_exit = CloseAtExit(self)
-        os.register_at_fork(after_in_child=partial(_close_in_child, weakref.ref(self)))
 
     def _meet(self, endpoint: Endpoint, listener: socket.socket | None, *, fall_back: bool) -> None:
         """Connect to all other ranks, and attach the memory of those of this host.
@@ -210,6 +208,8 @@ class MeshBackend(Backend):
 
     def _leave(self, *, farewell: float) -> None:
         engine, transport = self.engine, self._transport
+        if engine.forked:
+            return
         with engine.lock:
             if engine.closed:
                 return
@@ -237,14 +237,6 @@ def check_rank(rank: int, world_size: int) -> None:
         )
 
 
-def _close_in_child(reference: weakref.ref[MeshBackend]) -> None:
-    """End a backend in a child process that was forked, such as a data loader's worker."""
-    backend = reference()
-    if backend is not None:
-        backend.group.closed = backend.engine.closed = True
-        backend._transport.mesh.close_in_child()
-
-
 # ------------------------------------------------------------------------------
 # `TcpBackend`: ranks are processes, on any hosts.
 
@@ -268,9 +260,10 @@ class TcpBackend(MeshBackend):
 
     Blocks until all ranks have met and are connected, each with each; those that start early try
     again until the others are there. Then nobody listens any more. A message is sent when the
-    kernel has taken it; up to 256 MiB of each peer's that nobody has asked for are kept by this
-    process, whenever it is in a call of this backend, those of collectives that the peer has issued
-    ahead among them. Beyond that the peer waits, and so does what it sends behind.
+    kernel has taken it; those of each peer that nobody has asked for are kept by this process, in
+    up to 256 MiB of memory (0.4 to 1.8 KiB a message, and its content), whenever it is in a call of
+    this backend, those of collectives that the peer has issued ahead among them. Beyond that the
+    peer waits, and so does what it sends behind.
 
     Of more than 16 ranks, each is connected with 1 + log2(world_size) others at most when this
     returns, and with another one when the first message to it is sent, which waits for the

@@ -167,6 +167,8 @@ class SimulatedBackend(Backend):
 
     def _leave(self, *, lost: bool) -> None:
         engine = self.engine
+        if engine.forked:
+            return
         with engine.lock:
             for group in list(engine.groups.values()):
                 group.close()

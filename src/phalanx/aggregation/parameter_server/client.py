@@ -157,7 +157,7 @@ class ParameterClient:
 
         Blocks until the servers know. A push that timed out may count, or not.
         """
-        if self._closed:
+        if self._closed or self.backend.forked:
             return
         try:
             if self._broken is None:

@@ -17,11 +17,13 @@ import fcntl
 import mmap
 import os
 import stat
+import weakref
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable
+from functools import cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -51,6 +53,7 @@ class Segment:
     @classmethod
     def create(cls, size: int) -> Segment:
         """New memory of so many bytes, all zero. Takes pages only when they are written."""
+        _system_mmap()  # a child that was forked should not have to look it up
         fd = _create(size)
         try:
             return cls(fd, size)
@@ -70,6 +73,13 @@ class Segment:
             os.close(here)
         segment.fd = -1
         return segment
+
+    def detach(self) -> None:
+        """In a child that was forked: what it writes stays there. What it reads is as before."""
+        both, fixed_no_reserve = mmap.PROT_READ | mmap.PROT_WRITE, 0x4010
+        how = mmap.MAP_PRIVATE | fixed_no_reserve
+        if self.fd >= 0:
+            _system_mmap()(self.start, self.size, both, how, self.fd, 0)
 
     def close(self) -> None:
         """From now on nobody can attach it."""
@@ -121,6 +131,14 @@ def open_of(process: int, fd: int, kind: tuple[Callable[[int], bool], str, int])
         os.close(path)
 
 
+@cache
+def _system_mmap() -> Any:
+    """`mmap(2)`, which can put one mapping in the place of another, as Python's cannot."""
+    system = ctypes.CDLL(None).mmap
+    system.argtypes = *[ctypes.c_size_t] * 2, *[ctypes.c_int] * 3, ctypes.c_size_t
+    return system
+
+
 def tensor_at(address: int, count: int, dtype: torch.dtype, *, keeping: object) -> Tensor:
     """A tensor of `count` elements at an address; it keeps that object alive."""
     if count == 0:
@@ -141,6 +159,10 @@ SMALLEST = 64 << 20  # bytes of a segment; they cost nothing until they are writ
 LINE = 64  # bytes of a cache line, to which small blocks are aligned; large ones to pages
 KEPT = 1 << 30  # bytes of free memory whose pages are kept
 LARGE = 1 << 20  # bytes from which on pages are worth giving back
+
+
+Lease: TypeAlias = "weakref.ref[memoryview]"
+"""On a block: called back when the last tensor in it is gone."""
 
 
 class Block(NamedTuple):
@@ -173,8 +195,10 @@ class Arena:
         self._kept = kept
         self._free = [Block(0, used, first.size - used)]  # ordered by segment and offset
         self._free_bytes = 0
-        # A tensor may be freed in any thread, in the garbage collector: an append is safe there.
-        self._returned: deque[Block] = deque()
+        # A tensor may be freed in any thread, in the garbage collector: an append is safe there. It
+        # runs no Python code, in which a signal's handler could come, and raise to nobody.
+        self._returned: deque[Block | Lease] = deque()
+        self._leases: dict[int, tuple[Lease, Block]] = {}  # of tensors that are there, by identity
 
     def take(self, size: int, *, after: int = -1) -> Block:
         """A block of at least `size` bytes, in a segment with a higher number than `after`.
@@ -220,8 +244,10 @@ class Arena:
             return torch.empty(shape, dtype=dtype)
         block = self.take(count * dtype.itemsize, after=0)
         segment = self.segments[block.segment]
-        lease = _Lease(self._returned, block, segment)
-        return tensor_at(segment.start + block.offset, count, dtype, keeping=lease).view(shape)
+        memory = memoryview(segment.map)  # held by the tensors on it: it keeps the segment mapped
+        lease = weakref.ref(memory, self._returned.append)
+        self._leases[id(lease)] = lease, block
+        return tensor_at(segment.start + block.offset, count, dtype, keeping=memory).view(shape)
 
     def close(self) -> None:
         """From now on nobody can attach the segments."""
@@ -232,7 +258,8 @@ class Arena:
         """Put freed blocks back into the free list, joined with adjacent ones."""
         free = self._free
         while self._returned:
-            block = self._returned.popleft()
+            lease = self._returned.popleft()
+            block = lease if isinstance(lease, Block) else self._leases.pop(id(lease))[1]
             if self._free_bytes <= self._kept or block.size < LARGE:
                 self._free_bytes += block.size
             else:
@@ -248,20 +275,6 @@ class Arena:
                 free[place - 1] = Block(before.segment, before.offset, before.size + block.size)
             else:
                 free.insert(place, block)
-
-
-class _Lease:
-    """Held by the memory of a tensor: gives the block back when the last tensor on it is gone."""
-
-    __slots__ = ("_block", "_returned", "_segment")
-
-    def __init__(self, returned: deque[Block], block: Block, segment: Segment) -> None:
-        self._returned = returned
-        self._block = block
-        self._segment = segment
-
-    def __del__(self) -> None:
-        self._returned.append(self._block)
 
 
 def _up_to(unit: int, number: int) -> int:

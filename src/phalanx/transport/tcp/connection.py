@@ -113,6 +113,7 @@ class Mesh:
         self.domain: HostDomain | None = None
         self.shares = False
         self.wide: WideBase | None = None
+        engine.in_child.append(self.close_in_child)
 
     @property
     def all_known(self) -> bool:
@@ -181,11 +182,13 @@ class Mesh:
         return False
 
     def close_in_child(self) -> None:
-        """After a fork: this copy of the sockets would hide this rank's death from its peers."""
+        """After a fork: this copy would hide this rank's death, and what it wrote be read."""
         for connection in self.connections.values():
             connection.sock.close()
         for sock in self.wide.sockets() if self.wide is not None else ():
             sock.close()
+        for segment in self.domain.arena.segments if self.domain is not None else ():
+            segment.detach()
 
     def close(self) -> None:
         """Close every connection."""
