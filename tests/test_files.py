@@ -89,6 +89,18 @@ def test_what_is_replaced_stays_as_it_is_under_its_other_names(tmp_path: Path) -
     assert len(list(tmp_path.iterdir())) == 3
 
 
+@pytest.mark.parametrize("kind", ["pipe", "folder", "socket"])
+def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path, kind: str) -> None:
+    """Else root would make a file of /dev/null."""
+    make(kind, tmp_path / "it")
+    before = (tmp_path / "it").lstat()
+    with pytest.raises(OSError, match="it is no regular file"):
+        files.write(str(tmp_path / "it"), b"new")
+    assert os.path.samestat((tmp_path / "it").lstat(), before)
+    with pytest.raises(OSError, match="it is no regular file"):
+        files.write("/dev/null", b"new")
+
+
 def test_a_replacement_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("old")
 
