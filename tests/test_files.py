@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import subprocess
+import sys
 from contextlib import chdir
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -86,6 +89,18 @@ def test_what_is_replaced_stays_as_it_is_under_its_other_names(tmp_path: Path) -
     assert len(list(tmp_path.iterdir())) == 3
 
 
+@pytest.mark.parametrize("kind", ["pipe", "folder", "socket"])
+def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path, kind: str) -> None:
+    """Else root would make a file of /dev/null."""
+    make(kind, tmp_path / "it")
+    before = (tmp_path / "it").lstat()
+    with pytest.raises(OSError, match="it is no regular file"):
+        files.write(str(tmp_path / "it"), b"new")
+    assert os.path.samestat((tmp_path / "it").lstat(), before)
+    with pytest.raises(OSError, match="it is no regular file"):
+        files.write("/dev/null", b"new")
+
+
 def test_a_replacement_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("old")
 
@@ -125,29 +140,29 @@ def test_a_strangers_file_is_replaced_by_a_copy(tmp_path: Path) -> None:
     assert (path.read_text(), path.stat().st_uid) == ("theirs", 0)
 
 
+AS_A_STRANGER = """
+import os, sys
+from phalanx import files
+
+os.setuid(int(sys.argv[2]))
+try:
+    files.own_file(sys.argv[1])
+except PermissionError as error:
+    print(error)
+"""
+
+
 @root_only
-def test_where_a_strangers_file_cannot_be_replaced_its_owner_is_named(tmp_path: Path) -> None:
+def test_where_anothers_file_cannot_be_replaced_its_owner_is_named() -> None:
     """As in /tmp: what is there may be renamed by its owner only."""
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    shared.chmod(0o1777)
-    (shared / "log").write_text("theirs")
-    for path in (tmp_path, *tmp_path.parents[:2]):
-        path.chmod(path.stat().st_mode | 0o055)
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            os.setuid(STRANGER)
-            try:
-                files.own_file(str(shared / "log"))
-            except PermissionError as error:
-                code = 0 if "it belongs to user 0" in str(error) else 2
-        finally:
-            os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0
-    assert [path.name for path in shared.iterdir()] == ["log"]
-    assert (shared / "log").read_text() == "theirs"
+    with TemporaryDirectory() as folder:
+        os.chmod(folder, 0o1777)
+        path = Path(folder, "log")
+        path.write_text("theirs")
+        command = [sys.executable, "-c", AS_A_STRANGER, str(path), str(STRANGER)]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert f"it belongs to user 0: '{path}'" in said
+        assert [each.read_text() for each in Path(folder).iterdir()] == ["theirs"]
 
 
 def test_only_names_of_ours_are_removed_and_of_a_link_the_link(tmp_path: Path) -> None:

@@ -76,12 +76,17 @@ def new_file(path: str, mode: int = 0o666) -> Iterator[int]:
 def replacing(path: str, mode: int = 0o666) -> Iterator[int]:
     """Give a descriptor of a new file, which is at `path` if the block ends; else it is removed.
 
-    What was there stays as it is under its other names; of a link, what it leads to.
+    What was there stays as it is under its other names; of a link, what it leads to. Only regular
+    files and links are replaced.
     """
     parent, name = os.path.split(path)
     parent = os.path.realpath(parent)
     part = os.path.join(parent, f".{name}.{secrets.token_hex(4)}.part")
     with naming(path):
+        with suppress(FileNotFoundError):
+            kind = os.lstat(path).st_mode
+            if not stat.S_ISREG(kind) and not stat.S_ISLNK(kind):
+                raise _no_regular(kind, path)
         try:
             with new_file(part, mode) as descriptor:
                 yield descriptor
@@ -163,15 +168,17 @@ def _open_regular(path: str, flags: int, mode: int = 0o666) -> int:
         with naming(path):
             kind = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(kind):
-            raise OSError(
-                errno.EISDIR if stat.S_ISDIR(kind) else errno.EINVAL,
-                "it is no regular file, but a folder, a pipe, a socket or a device",
-                path,
-            )
+            raise _no_regular(kind, path)
     except OSError:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _no_regular(kind: int, path: str) -> OSError:
+    number = errno.EISDIR if stat.S_ISDIR(kind) else errno.EINVAL
+    why = "it is no regular file, but a folder, a pipe, a socket or a device"
+    return OSError(number, why, path)
 
 
 def _explained(error: OSError, path: str) -> OSError:

@@ -202,6 +202,9 @@ def test_a_file_in_no_folder_is_refused_before_anything_is_measured(
     result = CliRunner().invoke(app, ["bench", option, str(path), "--backends", "tcp"])
     assert isinstance(result.exception, MisuseError)
     assert "there is no folder" in str(result.exception)
+    result = CliRunner().invoke(app, ["bench", option, "/dev/null", "--backends", "tcp"])
+    assert isinstance(result.exception, MisuseError)
+    assert "/dev/null is there, and no regular file" in str(result.exception)
 
 
 def test_the_help_says_what_the_figures_are() -> None:

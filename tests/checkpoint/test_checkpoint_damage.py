@@ -163,6 +163,7 @@ CUTS = '"cuts": {"x": {"dim": 0, "total": 4, "runs": [[[0, 2]], [[2, 4]]], "rank
         ('"format": "phalanx checkpoint"', '"format": "another"', "another"),
         ('"name": "model-', '"name": "../model-', "no file of a checkpoint is named"),
         ('"block": 4194304', '"block": 0', "blocks of 0 bytes"),
+        ('"block": 4194304', '"block": 134217728', "blocks of 134217728 bytes"),
         ('"dtype": "float64"', '"dtype": "float65"', "float65"),
         ('"world_size": 1', '"world_size": 2', "random states"),
         ('"shape": [', '"shape": [9,', "has no elements from"),

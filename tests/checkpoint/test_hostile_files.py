@@ -116,7 +116,7 @@ def test_nothing_is_written_into_the_lock(folder: Path, victim: Path) -> None:
 
 
 def test_what_a_save_removes_are_links_and_not_what_they_lead_to(
-    folder: Path, victim: Path
+    folder: Path, victim: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     runs = folder / "runs"
     save_checkpoint(runs, model=small(), step=1)
@@ -129,6 +129,7 @@ def test_what_a_save_removes_are_links_and_not_what_they_lead_to(
     assert not left.exists()
     assert (runs / "000008-step-8").is_symlink()
     assert untouched(victim)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("kind", ["hf", "dcp"])
@@ -149,6 +150,24 @@ def test_an_export_neither_follows_a_link_nor_removes_files_that_are_not_its_own
     assert isinstance(ended.exception, CheckpointError)
     assert f"{unfinished} has keys, which no export has left there" in str(ended.exception)
     assert untouched(unfinished)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives folders away")
+def test_an_export_does_not_write_into_a_strangers_folder(folder: Path) -> None:
+    save_checkpoint(folder / "runs", model=small(), step=1)
+    (folder / ".out.unfinished").mkdir()
+    os.chown(folder / ".out.unfinished", 54321, 54321)
+    words = ["checkpoint", "export", str(folder / "runs"), str(folder / "out"), "--format", "hf"]
+    assert "belongs to user 54321" in str(CliRunner().invoke(app, words).exception)
+
+
+def test_values_do_not_ask_for_far_more_memory_than_the_files_have(folder: Path) -> None:
+    extra = {"a": torch.ones(1 << 18)}
+    checkpoint = Path(save_checkpoint(folder, model=small(), step=1, extra=extra).wait())
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    with_manifest(checkpoint, json.dumps({**manifest, "extra": [{"$tensor": "extra.a"}] * 900}))
+    with pytest.raises(CheckpointDamagedError, match=r"refers too often to extra\.a"):
+        load_checkpoint(folder, model=small())
 
 
 @pytest.mark.parametrize(
@@ -205,7 +224,8 @@ def test_a_manifest_that_would_not_be_read_is_not_written(
 def test_what_is_inspected_reaches_a_terminal_as_plain_text(folder: Path) -> None:
     escape = "\x1b]0;owned\x07\u202e"
     values = {escape: escape}
-    changed(folder, phalanx=escape, torch=escape, values=values, extra=values)
+    model = {escape: {"dtype": "float32", "shape": [0], "pieces": []}}
+    changed(folder, phalanx=escape, torch=escape, values=values, extra=values, model=model)
     ended = CliRunner().invoke(app, ["checkpoint", "inspect", str(folder)])
     assert ended.exit_code == 0
     assert "owned" in ended.stdout

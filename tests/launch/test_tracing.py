@@ -218,3 +218,36 @@ def communicate(backend: Backend) -> None:
     barrier(backend)
     if backend.rank < 2:
         barrier(backend.subgroup([0, 1]))
+
+
+def test_a_trace_says_nothing_to_a_terminal_but_plain_text(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, 0, of=1, host="\x1b]0;owned\x07")
+    rank.did(0, 0)
+    ended = CliRunner().invoke(app, ["trace", str(tmp_path)])
+    assert ended.exit_code == 0
+    assert ended.stdout.replace("\n", "").isprintable()
+    assert merge(tmp_path).ranks[0].host.strip() == "]0;owned"
+
+
+def test_what_lies_where_a_merged_trace_is_written_is_not_written_into(tmp_path: Path) -> None:
+    traces, victim = tmp_path / "traces", tmp_path / "victim"
+    traces.mkdir()
+    Rank(traces, 0, of=1).did(0, 0)
+    victim.write_text("my only key")
+    (traces / "merged.json.part").symlink_to(victim)
+    merge(traces)
+    (traces / "merged.json").unlink()
+    (traces / "merged.json").symlink_to(victim)
+    with pytest.raises(MisuseError, match="it is a link"):
+        merge(traces)
+    assert victim.read_text() == "my only key"
+
+
+def test_the_folder_of_traces_may_be_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "traces").symlink_to("elsewhere")
+    monkeypatch.setenv("PHALANX_TRACE", str(tmp_path / "traces"))
+    simulate(barrier, 2)
+    assert len(list((tmp_path / "elsewhere").glob("rank-*.json"))) == 2

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import phalanx
 from phalanx import Backend, DesyncError, MisuseError, Scalars, simulate
+from phalanx.training.scalar_writers import JsonLines
 
 
 def records(path: Path) -> list[dict[str, Any]]:
@@ -276,3 +277,21 @@ def test_a_rank_that_dies_is_named_as_by_any_collective() -> None:
 
     with pytest.raises(phalanx.DistributedError):
         simulate(run, 2)
+
+
+def test_a_file_with_two_names_is_written_into_under_this_one_only(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    simulate(log_steps(path, range(3)), 1)
+    os.link(path, tmp_path / "victim")
+    before = path.read_text()
+    simulate(log_steps(path, range(2, 5)), 1)
+    assert [record["step"] for record in records(path)] == [0, 1, 2, 3, 4]
+    assert (tmp_path / "victim").read_text() == before
+
+
+def test_a_line_of_any_length_is_not_taken_for_half_a_record(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"step": 0, "loss": "' + "x" * (17 << 20) + '"}\n')
+    with pytest.raises(ValueError, match=r"line 1 .* is no record"):
+        JsonLines(str(path), "", 0)
+    assert path.stat().st_size > 17 << 20

@@ -27,7 +27,7 @@ FORMAT = "phalanx checkpoint"
 VERSION = 1
 MOST_BYTES = 1 << 30  # of a manifest
 BLOCKS = range(1 << 10, (1 << 26) + 1)  # bytes that may share a checksum
-_T = TypeVar("_T", bound=msgspec.Struct)
+_T = TypeVar("_T")
 
 # What is read is bounded before it is computed with.
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -171,7 +171,7 @@ def encode(record: Manifest | Commit) -> bytes:
     return content
 
 
-def decode(content: bytes, kind: type[_T], path: str) -> _T:
+def decode(content: bytes | bytearray, kind: type[_T], path: str) -> _T:
     """The record in a file. Raises `CheckpointDamagedError`, naming the file, if it has none."""
     try:
         return msgspec.json.decode(content, type=kind)

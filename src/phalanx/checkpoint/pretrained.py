@@ -113,7 +113,6 @@ class _Said(msgspec.Struct, gc=False):
     data_offsets: tuple[Count, Count] | str | None = None
 
 
-_decode_header = msgspec.json.Decoder(dict[str, _Said]).decode
 _PLACES = re.compile(rb'"data_offsets"\s*:\s*\[')
 
 
@@ -356,10 +355,7 @@ def _header(path: str) -> dict[str, _Entry]:
             _read_into(descriptor, path, memoryview(text), 8)
     except FileNotFoundError:
         raise CheckpointNotFoundError(f"there is no {path}") from None
-    try:
-        said = _decode_header(text)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointDamagedError(f"{path} cannot be read: {plain(str(error))}") from None
+    said = decode(text, dict[str, _Said], path)
     said.pop(METADATA, None)
     if len(_PLACES.findall(text)) > len(said):
         raise CheckpointDamagedError(f"{path} cannot be read: a name is there twice")

@@ -129,11 +129,8 @@ def describe(checkpoint: StoredCheckpoint) -> dict[str, Any]:
     optimizer = saved and {
         "kind": saved.kind,
         "groups": [
-            {
-                "parameters": len(group.parameters),
-                "options": reader.request(group.options, dict),
-            }
-            for group in saved.groups
+            {"parameters": len(each.parameters), "options": reader.request(each.options, dict)}
+            for each in saved.groups
         ],
         "state": Counter(key for of_parameter in saved.state.values() for key in of_parameter),
     }

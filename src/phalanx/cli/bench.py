@@ -169,6 +169,8 @@ def bench_command(
     for path in (json_file, plot, tune):  # before anything is measured
         if path is not None and not path.absolute().parent.is_dir():
             raise MisuseError(f"{path}: there is no folder {path.absolute().parent}")
+        if path is not None and path.exists() and not path.is_file():
+            raise MisuseError(f"{path} is there, and no regular file: name another one")
     if plot is not None:
         reports.check_plot(plot)
     report = start.new_report(wanted, counts, table)
