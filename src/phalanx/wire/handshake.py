@@ -188,7 +188,8 @@ class Handshake:
         have = len(self._buffer)
         if have < _HEAD.size:
             return _HEAD.size - have
-        return max(_HEAD.size + min(_HEAD.unpack_from(self._buffer)[2], LIMIT) - have, 1)
+        length: int = _HEAD.unpack_from(self._buffer)[2]
+        return max(_HEAD.size + min(length, LIMIT) - have, 1)
 
     @property
     def surplus(self) -> bytes:

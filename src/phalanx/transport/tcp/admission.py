@@ -77,7 +77,7 @@ def receive(sock: socket.socket, room: int) -> bytes | None:
         return None
     except OSError as error:
         if error.errno == errno.EBADMSG:  # TLS does not come about
-            raise Refused(error.strerror) from None
+            raise Refused(str(error.strerror)) from None
         log.debug("a connection broke during the handshake: %s", error)
         data = b""
     if not data:
@@ -136,7 +136,10 @@ class Door(Protocol):
     reactor: Reactor
     identity: Identity
     token: bytes
-    tls: Security
+
+    @property
+    def tls(self) -> Security:
+        """What it says about TLS."""
 
     def admit(self, peer: int) -> str | None:
         """Return why a caller that has proved itself is turned away all the same, or None.

@@ -144,8 +144,11 @@ class Mesh:
 
     def link_opened(self, peer: int, sock: socket.socket, surplus: bytes) -> None:
         """A peer is authenticated: messages can flow. `surplus` came behind the handshake."""
-        kind = TlsConnection if isinstance(sock, TlsSocket) else Connection
-        self.connections[peer] = connection = kind(self, peer, sock)
+        if isinstance(sock, TlsSocket):
+            connection: Connection = TlsConnection(self, peer, sock)
+        else:
+            connection = Connection(self, peer, sock)
+        self.connections[peer] = connection
         if self.rank == 0 and not self._told_readable and self.tls.is_readable(sock):
             self._told_readable = True
             log.warning(

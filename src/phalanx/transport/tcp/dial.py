@@ -110,7 +110,7 @@ class Dial:
         if self.sock is not None:
             self.mesh.reactor.forget(self.sock)
             self.sock.close()
-            self.sock = None
+            self.sock = self._handshake = None
 
     def _go_on(self, ready: bool | None) -> None:
         """Go on until the call waits: for an event of its socket, or for some time."""
@@ -135,7 +135,6 @@ class Dial:
         """Yields what it waits for, and for how long at most; is sent whether it has come."""
         mesh, retry = self.mesh, FIRST_RETRY
         while True:
-            self._handshake = None
             self.lacks = False
             try:
                 sock, handshake = yield from self._attempt()

@@ -90,7 +90,7 @@ class Tls:
         self.stance = Stance.OFF
         if token and mode != "off":
             can = find_spec("cryptography") is not None if able is None else able
-            can = can or self._own["CERT"]
+            can = can or bool(self._own["CERT"])
             self.stance = Stance.ABLE if can else Stance.CANNOT
             if mode == "require" and not can:
                 raise BackendUnavailableError(
@@ -250,7 +250,7 @@ class TlsSocket(ssl.SSLSocket):
         return len(chunk)
 
     @override
-    def sendmsg(self, buffers: Iterable[Buffer], *_: object) -> int:
+    def sendmsg(self, buffers: Iterable[Buffer], *_: object) -> int:  # type: ignore[override]
         first, *rest = buffers
         view = memoryview(first)
         if len(view) < JOINED and rest:
