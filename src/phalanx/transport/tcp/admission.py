@@ -415,12 +415,14 @@ def read_own(
             f"{name} cannot be read: {error.strerror}"
             + (f"; {remedy}" if error.errno == errno.EACCES else "")
         ) from None
-    with open(descriptor, "rb") as file:
+    try:
         problem = _problem(os.fstat(descriptor), secret=secret)
         if problem:
             of_whom = " that only you can read" if secret else ""
             raise AuthenticationError(f"{name} {problem}; it has to be a file{of_whom}: {remedy}")
-        content = file.read(most + 1)
+        content = os.read(descriptor, most + 1)
+    finally:
+        os.close(descriptor)
     if len(content) > most:
         raise AuthenticationError(f"{name} is longer than {most} bytes")
     try:

@@ -98,10 +98,12 @@ class Tls:
                 )
             if self._own["CERT"]:
                 self._contexts  # noqa: B018 - errors shall be known now
+        # One for all connections: of an unauthenticated one each byte counts.
+        self._offers = [Offer(self.stance, apart, self._fingerprint) for apart in (False, True)]
 
     def offer(self, sock: socket.socket) -> Offer:
         """Return what this side says about TLS on that connection."""
-        return Offer(self.stance, self.apart(sock), self._fingerprint)
+        return self._offers[self.apart(sock)]
 
     def wrap(self, sock: socket.socket, handshake: Handshake) -> TlsSocket:
         """Return the socket, within TLS, which begins when it is used. Raises `Refused`, OSError"""
