@@ -130,7 +130,7 @@ def agree(dialer: int, dialers: int, acceptor: int, acceptors: int) -> tuple[boo
     without, other = (acceptor, dialer) if stances[0] is Stance.ABLE else (dialer, acceptor)
     return False, (
         f"rank {without} {_WITHOUT[min(stances)]}, and rank {other}, on another host, "
-        "speaks TLS: install it, or set PHALANX_TLS=off, on every host"
+        "speaks TLS: have it, or set PHALANX_TLS=off, on every host"
     )
 
 
