@@ -346,6 +346,7 @@ class PendingConnection:
             acceptor.turn_away(self, refusal.reason)
             return
         del acceptor.pending[self]
+        door.reactor.forget(self.sock)
         assert self.handshake.peer is not None
         door.link_opened(self.handshake.peer, self.sock, self.handshake.surplus)
 

@@ -108,6 +108,8 @@ class Tls:
     def wrap(self, sock: socket.socket, handshake: Handshake) -> TlsSocket:
         """Return the socket, within TLS, which begins when it is used. Raises `Refused`, OSError"""
         first, server = handshake.enter_tls(), isinstance(handshake, AcceptorHandshake)
+        # Or the kernel would wait 40 ms with the second of two small words in a row.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         wrapped = self._contexts[server].wrap_socket(
             sock, server_side=server, do_handshake_on_connect=False
         )
