@@ -102,26 +102,27 @@ def speak(
     """Carry out a whole handshake that begins with `first`; blocks for so many seconds at most.
 
     Return the socket to go on with, which has that timeout; `sock` is not to be used any more.
-    Raises `Refused`, or OSError (TimeoutError when the other side is silent).
+    Raises `Refused`, or OSError (TimeoutError when the other side is silent, EBADMSG from TLS).
     """
     deadline, words = monotonic() + seconds, first
-    while True:
-        sock.settimeout(max(deadline - monotonic(), 0.001))
-        sock.sendall(words)
-        if handshake.begins_tls:
-            sock = tls.wrap(sock, handshake)
-        if handshake.complete:
-            sock.settimeout(seconds)
-            return sock
-        data = sock.recv(handshake.room)
-        if not data:
-            raise Refused(HUNG_UP, final=False)
-        try:
+    try:
+        while True:
+            sock.settimeout(max(deadline - monotonic(), 0.001))
+            sock.sendall(words)
+            if handshake.begins_tls:
+                sock = tls.wrap(sock, handshake)
+            if handshake.complete:
+                sock.settimeout(seconds)
+                return sock
+            data = sock.recv(handshake.room)
+            if not data:
+                raise Refused(HUNG_UP, final=False)
             words = handshake.receive(data)
-        except Refused:
-            with suppress(OSError):  # it may have gone already
+    except BaseException as error:
+        with sock, suppress(OSError):  # it may have gone already
+            if isinstance(error, Refused):
                 sock.sendall(handshake.farewell)
-            raise
+        raise
 
 
 class Door(Protocol):

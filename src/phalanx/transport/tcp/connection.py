@@ -652,7 +652,7 @@ class TlsConnection(Connection):
     """A connection within TLS, whose socket keeps bytes that no selector knows of.
 
     What was decrypted, and not read, is looked at in the next turn of the reactor, as long as
-    something is read at all. What the kernel has not taken is sent when it does.
+    something is read at all.
     """
 
     sock: TlsSocket
@@ -661,25 +661,6 @@ class TlsConnection(Connection):
     def __init__(self, mesh: Mesh, peer: int, sock: TlsSocket) -> None:
         super().__init__(mesh, peer, sock)
         self._look_again()
-
-    @override
-    def send(self, send: PostedSend) -> None:
-        super().send(send)
-        if self.sock.unsent:
-            self.flush()
-
-    @override
-    def flush(self) -> None:
-        with suppress(OSError):  # which comes again with what follows, or at the next read
-            self.sock.push()
-        super().flush()
-        if self.sock.unsent:
-            self._watch(self._events | WRITE)
-
-    @property
-    @override
-    def idle(self) -> bool:
-        return super().idle and not self.sock.unsent
 
     @override
     def on_ready(self, readable: bool, writable: bool) -> None:

@@ -225,33 +225,37 @@ class TlsSocket(ssl.SSLSocket):
 
     first    is said as soon as TLS stands
     due      the SHA-256 of the certificate that the peer has to show
-    unsent   OpenSSL has taken bytes that the kernel has not: `push` them when it does, as well as
-             before others are sent
     read_waits   a read has something to send first, such as new keys, and waits for the kernel
+
+    OpenSSL keeps what it has encrypted and the kernel has not taken, and insists on the same bytes
+    the next time. So these are kept, and all but the last of them count as sent: who sends goes on
+    with that one, sooner or later, and until then his message is not complete.
     """
 
     first = due = b""
-    unsent = b""
     read_waits = False
     _stands = False
-
-    def push(self) -> None:
-        """Send what is unsent. `BlockingIOError`: the socket does not take it all."""
-        if self.unsent:
-            self._do(super().send, self.unsent)
-            self.unsent = b""
+    _kept = b""
+    _owed = 0  # bytes at the beginning of what is sent next that OpenSSL has already
 
     @override
     def send(self, data: Buffer, flags: int = 0) -> int:
-        self.push()
-        chunk = memoryview(data)[:AT_ONCE]
+        if self._kept:
+            self._do(super().send, self._kept)
+            self._kept = b""
+        owed, chunk = self._owed, memoryview(data)[self._owed : AT_ONCE]
         try:
-            self._do(super().send, chunk)
+            if len(chunk):
+                self._do(super().send, chunk)
         except BlockingIOError:
             if not self._stands:
                 raise
-            self.unsent = bytes(chunk)  # OpenSSL insists on the same bytes the next time
-        return len(chunk)
+            self._kept, self._owed = bytes(chunk), 1
+            if owed + len(chunk) == 1:
+                raise
+            return owed + len(chunk) - 1
+        self._owed = 0
+        return owed + len(chunk)
 
     @override
     def sendmsg(self, buffers: Iterable[Buffer], *_: object) -> int:  # type: ignore[override]
@@ -289,6 +293,8 @@ class TlsSocket(ssl.SSLSocket):
             self.read_waits = what == self.read and isinstance(error, ssl.SSLWantWriteError)
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from None
         except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
+            if what != self.read:
+                raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from None
             return 0
         except ssl.SSLError as error:
             raise OSError(errno.EBADMSG, _words(error, stands=self._stands)) from None
