@@ -11,22 +11,17 @@ from the call until the caller is let in. Prints medians as a Markdown table.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import os
 import socket
 import statistics
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Connection
-from pathlib import Path
 from time import perf_counter
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "multiprocess"))
-
-from networks import Network, enter, why_not
+from linked_hosts import LinkedHosts, NoLinkError
 
 from phalanx import TcpBackend
 from phalanx.transport.tcp.admission import Acceptor, speak
@@ -78,16 +73,17 @@ def connect(host: str, port: int) -> socket.socket:
 def between(number: int, port: int) -> socket.socket:
     """One's end of a connection between the two."""
     if number:
-        return connect(Network.address(0), port)
-    with socket.create_server((Network.address(0), port)) as listener:
+        return connect(LinkedHosts.address(0), port)
+    with socket.create_server((LinkedHosts.address(0), port)) as listener:
         return listener.accept()[0]
 
 
-def rank(number: int, host: str, rounds: int, count: int, report: Connection) -> None:
-    enter(host)
+def rank(number: int, rounds: int, count: int) -> None:
     torch.set_num_threads(1)
     backends = {
-        name: kind(number, 2, f"{Network.address(0)}:{29500 + place}", token=TOKEN)
+        name: kind(
+            number, 2, f"{LinkedHosts.address(0)}:{29500 + place}", token=TOKEN, timeout=60.0
+        )
         for place, (name, kind) in enumerate({TLS: TcpBackend, PLAIN: PlainTcp}.items())
     }
     assert "TLS 1.3" in backends[TLS].describe()
@@ -107,12 +103,14 @@ def rank(number: int, host: str, rounds: int, count: int, report: Connection) ->
         while got < SIZE:
             got += bare.recv_into(bytes_in[got:])
 
-    def through(backend: TcpBackend) -> Callable[[], None]:
+    def through(backend: TcpBackend) -> Callable[[], object]:
         if number:
             return lambda: backend.send(data, 0)
         return lambda: backend.recv(into, 1)
 
-    ways = {name: through(backend) for name, backend in backends.items()}
+    ways: dict[str, Callable[[], object]] = {
+        name: through(backend) for name, backend in backends.items()
+    }
     ways[ALONE] = through_openssl
     gigabytes: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds + 1):  # the first one warms up
@@ -143,7 +141,8 @@ def rank(number: int, host: str, rounds: int, count: int, report: Connection) ->
     shakes = {name: handshakes(number, kind) for name, kind in KINDS.items()}
     for backend in backends.values():
         backend.close()
-    report.send((gigabytes, micros, shakes))
+    if number:
+        show(gigabytes, micros, shakes)
 
 
 KINDS: dict[str, type[Tls]] = {TLS: Tls, PLAIN: Off}
@@ -151,7 +150,7 @@ KINDS: dict[str, type[Tls]] = {TLS: Tls, PLAIN: Off}
 
 def handshakes(number: int, kind: type[Tls]) -> list[float]:
     """Milliseconds from a call until the caller is let in."""
-    tls, address = kind(TOKEN.encode()), (Network.address(0), 29520 + (kind is Off))
+    tls, address = kind(TOKEN.encode()), (LinkedHosts.address(0), 29520 + (kind is Off))
     found: list[float] = []
     if number == 0:
         step, lock = Step(tls), threading.RLock()
@@ -171,24 +170,12 @@ def handshakes(number: int, kind: type[Tls]) -> list[float]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--mebibytes", type=int, default=256, help="sent in a round")
-    options = parser.parse_args()
-    if why_not():
-        raise SystemExit(why_not())
-    count, context = max(options.mebibytes * 2**20 // SIZE, 1), multiprocessing.get_context("fork")
-    with Network(2) as network:
-        pipes = []
-        for number in (0, 1):
-            ours, theirs = context.Pipe(duplex=False)
-            args = (number, network.host(number), options.rounds, count, theirs)
-            process = context.Process(target=rank, args=args, daemon=True)
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-        (gigabytes, micros, _), (_, _, shakes) = (pipe.recv() for pipe in pipes)
+def show(
+    gigabytes: dict[str, list[float]],
+    micros: dict[str, list[float]],
+    shakes: dict[str, list[float]],
+) -> None:
+    """Print medians as a table."""
     print("| | TLS 1.3 | plain | OpenSSL alone | TLS / OpenSSL |\n|---|---:|---:|---:|---:|")
     middle = {name: statistics.median(values) for name, values in gigabytes.items()}
     share = statistics.median(
@@ -201,6 +188,23 @@ def main() -> None:
     for title, found in (("8 bytes, one way, us", micros), ("let in, ms", shakes)):
         tls, plain = (statistics.median(found[name]) for name in (TLS, PLAIN))
         print(f"| {title} | {tls:.2f} | {plain:.2f} | | |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--mebibytes", type=int, default=256, help="sent in a round")
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        count = max(options.mebibytes * 2**20 // SIZE, 1)
+        rank(int(os.environ["RANK"]), options.rounds, count)
+        return
+    try:
+        with LinkedHosts(None) as hosts, hosts.job(sys.executable, *sys.argv) as processes:
+            codes = [process.wait() for process in processes]
+    except NoLinkError as error:
+        raise SystemExit(str(error)) from None
+    sys.exit(max(codes))
 
 
 if __name__ == "__main__":

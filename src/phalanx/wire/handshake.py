@@ -98,17 +98,11 @@ class Offer(NamedTuple):
 
 NO_OFFER = Offer()
 _PLAIN, _TLS, _DIFFER = "plain", "TLS", "differ"
-_BETWEEN_HOSTS: Mapping[tuple[Stance, Stance], str] = MappingProxyType(
-    {
-        (Stance.OFF, Stance.OFF): _PLAIN,
-        (Stance.OFF, Stance.CANNOT): _PLAIN,
-        (Stance.OFF, Stance.ABLE): _DIFFER,
-        (Stance.CANNOT, Stance.OFF): _PLAIN,
-        (Stance.CANNOT, Stance.CANNOT): _PLAIN,
-        (Stance.CANNOT, Stance.ABLE): _DIFFER,
-        (Stance.ABLE, Stance.OFF): _DIFFER,
-        (Stance.ABLE, Stance.CANNOT): _DIFFER,
-        (Stance.ABLE, Stance.ABLE): _TLS,
+_BETWEEN_HOSTS: Mapping[Stance, tuple[str, str, str]] = MappingProxyType(
+    {  # the dialer's stance: what is agreed with an acceptor that is off, cannot, is able
+        Stance.OFF: (_PLAIN, _PLAIN, _DIFFER),
+        Stance.CANNOT: (_PLAIN, _PLAIN, _DIFFER),
+        Stance.ABLE: (_DIFFER, _DIFFER, _TLS),
     }
 )
 _WITHOUT = MappingProxyType(
@@ -124,7 +118,7 @@ def agree(dialer: int, dialers: int, acceptor: int, acceptors: int) -> tuple[boo
     if not (dialers | acceptors) & _APART:
         return False, ""
     stances = Stance(dialers & ~_APART), Stance(acceptors & ~_APART)
-    agreed = _BETWEEN_HOSTS[stances]
+    agreed = _BETWEEN_HOSTS[stances[0]][stances[1]]
     if agreed != _DIFFER:
         return agreed == _TLS, ""
     without, other = (acceptor, dialer) if stances[0] is Stance.ABLE else (dialer, acceptor)
@@ -164,6 +158,7 @@ class Handshake:
         "_key",
         "_offer",
         "_token",
+        "_within",
         "begins_tls",
         "complete",
         "farewell",
@@ -181,6 +176,7 @@ class Handshake:
         self._offer = offer
         self._buffer = bytearray()
         self._key = b""  # HMAC(token, "dialer", ...), the dialer's proof
+        self._within = b""  # what this side says first within TLS
 
     @property
     def room(self) -> int:
@@ -217,10 +213,7 @@ class Handshake:
         self.begins_tls = False
         if self._buffer:
             raise self._refuse(PLAIN_TEXT)
-        return self._first_within()
-
-    def _first_within(self) -> bytes:
-        return b""
+        return self._within
 
     def _answer(self, kind: int, content: bytes) -> bytes:
         raise AssertionError("a handshake is either a DialerHandshake or an AcceptorHandshake")
@@ -263,12 +256,6 @@ class Handshake:
         """Hide what the acceptor says of itself, or show it, from what was said before."""
         mask = self._proof(b"rank", said) + self._proof(b"certificate", said)
         return bytes(one ^ other for one, other in zip(content, mask, strict=False))
-
-    def _of_certificate(self, fingerprint: bytes) -> bytes:
-        return _mac(self._key, b"certificate", fingerprint)
-
-    def _seal(self, acceptors: bytes) -> bytes:
-        return _mac(self._key, b"seal", acceptors)
 
 
 class DialerHandshake(Handshake):
@@ -324,10 +311,8 @@ class DialerHandshake(Handshake):
             return _message(PROOF, self._key)
         self.fingerprint, self.begins_tls = fingerprint, True
         mine = self._offer.fingerprint()
-        return _message(PROOF, mine + self._of_certificate(mine))
-
-    def _first_within(self) -> bytes:
-        return _message(SEAL, self._seal(self.fingerprint))
+        self._within = _message(SEAL, _mac(self._key, b"seal", fingerprint))
+        return _message(PROOF, mine + _mac(self._key, b"certificate", mine))
 
 
 class AcceptorHandshake(Handshake):
@@ -352,11 +337,11 @@ class AcceptorHandshake(Handshake):
             return self._challenge(kind, content)
         if self.fingerprint:  # this is within TLS
             self._expect(kind, content, SEAL, PROOF_SIZE)
-            self._check(content, self._seal(self._mine))
+            self._check(content, _mac(self._key, b"seal", self._mine))
         elif self._mine:
             self._expect(kind, content, PROOF, 2 * PROOF_SIZE)
             theirs = content[:PROOF_SIZE]
-            self._check(content[PROOF_SIZE:], self._of_certificate(theirs))
+            self._check(content[PROOF_SIZE:], _mac(self._key, b"certificate", theirs))
             self.fingerprint, self.begins_tls = theirs, True
             return b""
         else:

@@ -19,7 +19,6 @@ import datetime
 import errno
 import hashlib
 import hmac
-import logging
 import os
 import re
 import socket
@@ -39,8 +38,6 @@ from phalanx.wire.handshake import PLAIN_TEXT, AcceptorHandshake, Handshake, Off
 
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate
-
-log = logging.getLogger("phalanx")
 
 VARIABLE = "PHALANX_TLS"
 INSTALL = "pip install 'phalanx[tls]'"
