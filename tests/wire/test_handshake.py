@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.wire import handshake
-from phalanx.wire.handshake import AcceptorHandshake, DialerHandshake, Handshake, Identity, Refused
+from phalanx.wire.handshake import (
+    NO_OFFER,
+    AcceptorHandshake,
+    DialerHandshake,
+    Handshake,
+    Identity,
+    Offer,
+    Refused,
+    Stance,
+)
 
 TOKEN = b"the token"
 ACCEPTOR = Identity("job", 3, 0, 4)
@@ -20,12 +29,21 @@ def welcome_all(peer: int) -> str | None:
     return None
 
 
-def dialer(identity: Identity = DIALER, token: bytes = TOKEN, target: int = 0) -> DialerHandshake:
-    return DialerHandshake(identity, token, target)
+def dialer(
+    identity: Identity = DIALER, token: bytes = TOKEN, target: int = 0, offer: Offer = NO_OFFER
+) -> DialerHandshake:
+    return DialerHandshake(identity, token, target, offer)
 
 
-def acceptor(identity: Identity = ACCEPTOR, token: bytes = TOKEN) -> AcceptorHandshake:
-    return AcceptorHandshake(identity, token, welcome_all)
+def acceptor(
+    identity: Identity = ACCEPTOR, token: bytes = TOKEN, offer: Offer = NO_OFFER
+) -> AcceptorHandshake:
+    return AcceptorHandshake(identity, token, welcome_all, offer)
+
+
+def able(name: bytes, *, apart: bool = True) -> Offer:
+    """The offer of a side that can speak TLS, with a certificate of that name."""
+    return Offer(Stance.ABLE, apart, lambda: name.ljust(32))
 
 
 def converse(one: DialerHandshake, other: AcceptorHandshake) -> list[tuple[str, bytes]]:
@@ -34,7 +52,12 @@ def converse(one: DialerHandshake, other: AcceptorHandshake) -> list[tuple[str, 
     while said[-1][1]:
         speaker, words = said[-1]
         listener: Handshake = other if speaker == "dialer" else one
-        said.append(("acceptor" if speaker == "dialer" else "dialer", listener.receive(words)))
+        reply = listener.receive(words)
+        if other.begins_tls:
+            assert reply == other.enter_tls() == b""
+            said.append(("dialer", one.enter_tls()))
+        else:
+            said.append(("acceptor" if speaker == "dialer" else "dialer", reply))
     return said[:-1]
 
 
@@ -159,3 +182,122 @@ def test_an_unauthenticated_caller_is_not_told_whether_a_rank_is_there() -> None
     by, refused = refusal(dialer(), side)
     assert by is side
     assert (refused.reason, asked) == ("rank 2 is here already", [2])
+
+
+# TLS --------------------------------------------------------------------------------------------
+
+OFF, CANNOT, ABLE = Stance
+PLAIN, SPOKEN = "plain", "TLS"
+AGREEMENTS = {  # of the dialer, rank 2, and the acceptor, rank 0, on different hosts
+    (OFF, OFF): PLAIN,
+    (OFF, CANNOT): PLAIN,
+    (OFF, ABLE): "rank 2 has PHALANX_TLS=off, and rank 0",
+    (CANNOT, OFF): PLAIN,
+    (CANNOT, CANNOT): PLAIN,
+    (CANNOT, ABLE): "rank 2 lacks TLS (pip install 'phalanx[tls]'), and rank 0",
+    (ABLE, OFF): "rank 0 has PHALANX_TLS=off, and rank 2",
+    (ABLE, CANNOT): "rank 0 lacks TLS (pip install 'phalanx[tls]'), and rank 2",
+    (ABLE, ABLE): SPOKEN,
+}
+
+
+@pytest.mark.parametrize("apart", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(("stances", "agreed"), AGREEMENTS.items())
+def test_whether_tls_is_spoken(
+    stances: tuple[Stance, Stance], agreed: str, apart: tuple[bool, bool]
+) -> None:
+    one, other = (
+        Offer(stance, far, lambda: b"a certificate".ljust(32))
+        for stance, far in zip(stances, apart, strict=True)
+    )
+    caller, called = dialer(offer=one), acceptor(offer=other)
+    if agreed in (PLAIN, SPOKEN):
+        converse(caller, called)
+        assert caller.complete
+        assert called.complete
+        assert [bool(caller.fingerprint), bool(called.fingerprint)] == [agreed == SPOKEN] * 2
+    else:
+        by, refused = refusal(caller, called)
+        assert by is caller, "before it proves itself"
+        assert agreed in refused.reason
+        assert refused.reason.endswith("on every host"), "it fits into the message"
+
+
+@pytest.mark.parametrize("stances", AGREEMENTS)
+def test_inside_a_host_it_is_not_and_nobody_makes_a_certificate(
+    stances: tuple[Stance, Stance],
+) -> None:
+    def make() -> bytes:
+        raise AssertionError("a certificate was made")
+
+    one, other = (Offer(stance, False, make) for stance in stances)
+    caller, called = dialer(offer=one), acceptor(offer=other)
+    converse(caller, called)
+    assert caller.complete
+    assert called.complete
+
+
+def test_within_tls_each_side_knows_the_others_certificate_and_the_last_words_are_said_there() -> (
+    None
+):
+    one, other = dialer(offer=able(b"dialer's")), acceptor(offer=able(b"acceptor's"))
+    said = converse(one, other)
+    assert [who for who, _ in said] == ["dialer", "acceptor", "dialer", "dialer", "acceptor"]
+    assert (one.fingerprint, other.fingerprint) == (b"acceptor's".ljust(32), b"dialer's".ljust(32))
+    assert one.complete
+    assert other.complete
+    assert sum(len(words) for _, words in said) < LITTLE
+
+
+def test_a_dialer_that_goes_on_although_they_disagree_is_turned_away_by_name() -> None:
+    class Defiant(DialerHandshake):
+        __slots__ = ()
+
+        def _refuse(self, reason: str) -> Refused:
+            self.proved = True
+            return Refused(reason)
+
+    one, other = Defiant(DIALER, TOKEN, 0, Offer(CANNOT, apart=True)), acceptor(offer=able(b"mine"))
+    challenge = other.receive(one.start())
+    with pytest.raises(Refused):
+        one.receive(challenge)
+    transcript = one._hello + challenge[7:-32]
+    proof = b"PHX?\x03\x20\x00" + one._proof(b"dialer", transcript)
+    with pytest.raises(Refused, match="rank 2 lacks TLS"):
+        other.receive(proof)
+    assert not other.complete
+
+
+def test_plain_text_behind_the_proof_is_refused() -> None:
+    one, other = dialer(offer=able(b"dialer's")), acceptor(offer=able(b"acceptor's"))
+    proof = one.receive(other.receive(one.start()))
+    assert other.room == 7, "a driver does not read what belongs to TLS"
+    other.receive(proof + b"PHLX and so on")
+    with pytest.raises(Refused, match="plain text where TLS was agreed"):
+        other.enter_tls()
+
+
+def test_a_rank_is_admitted_only_within_tls() -> None:
+    asked: list[int] = []
+    side = AcceptorHandshake(ACCEPTOR, TOKEN, asked.append, able(b"acceptor's"))  # type: ignore[arg-type]
+    one = dialer(offer=able(b"dialer's"))
+    side.receive(one.receive(side.receive(one.start())))
+    assert asked == []
+    side.enter_tls()
+    side.receive(one.enter_tls())
+    assert asked == [2]
+
+
+def test_the_end_of_one_tunnel_does_not_serve_another_conversation() -> None:
+    """Two calls of one rank, whose tunnels a middle has swapped: they show the same certificate."""
+    calls = [
+        (dialer(offer=able(b"one for all")), acceptor(offer=able(b"one for all"))) for _ in range(2)
+    ]
+    seals = []
+    for one, other in calls:
+        other.receive(one.receive(other.receive(one.start())))
+        other.enter_tls()
+        seals.append(one.enter_tls())
+    for (_, other), seal in zip(calls, reversed(seals), strict=True):
+        with pytest.raises(Refused, match="same token"):
+            other.receive(seal)

@@ -133,7 +133,7 @@ def test_a_caller_that_proves_nothing_learns_nothing_about_the_job(
     side = acceptor()
     challenge = side.receive(dialer(claim, b"wrong", target).start())
     assert challenge[7:11] != ACCEPTOR.rank.to_bytes(4, "little"), "once in 2^32 by chance"
-    assert len(challenge) == 7 + 68
+    assert len(challenge) == 7 + 101
     with pytest.raises(Refused, match="do not hold the same token"):
         side.receive(b"PHX?\x03\x20\x00" + bytes(32))
     assert b"token" in side.farewell

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from test_handshake import ACCEPTOR, DIALER, TOKEN, acceptor, converse, dialer
+from test_handshake import ACCEPTOR, DIALER, TOKEN, able, acceptor, converse, dialer
 
 from phalanx.wire import handshake
 from phalanx.wire.handshake import LIMIT, AcceptorHandshake, DialerHandshake, Handshake, Refused
@@ -19,9 +19,16 @@ HELLO_FIELDS = {
     "rank": (22, 26),
     "world size": (26, 30),
     "target": (30, 34),
-    "nonce": (34, 66),
+    "offer": (34, 35),
+    "nonce": (35, 67),
 }
-CHALLENGE_FIELDS = {"rank": (0, 4), "nonce": (4, 36), "proof": (36, 68)}
+CHALLENGE_FIELDS = {
+    "rank": (0, 4),
+    "offer": (4, 5),
+    "fingerprint": (5, 37),
+    "nonce": (37, 69),
+    "proof": (69, 101),
+}
 Change = Callable[[bytes], bytes]
 
 
@@ -30,10 +37,13 @@ def let_in(
 ) -> tuple[bool, bool]:
     """Whether (dialer, acceptor) let the other in, if a middle changes the n-th message."""
     words, speaker, listener = one.start(), one, other  # type: tuple[bytes, Handshake, Handshake]
-    for number in range(4):
+    for number in range(5):
         words = changes.get(number, bytes)(words)
         try:
             words = listener.receive(words)
+            if other.begins_tls:
+                words = other.enter_tls() + one.enter_tls()
+                continue
         except Refused:
             break
         speaker, listener = listener, speaker
@@ -62,12 +72,36 @@ def number(value: int) -> bytes:
 def test_no_bit_of_the_conversation_can_be_changed() -> None:
     assert let_in(dialer(), acceptor(), {}) == (True, True)
     lengths = [len(words) for _, words in converse(dialer(), acceptor())]
-    assert lengths == [HEAD + 66, HEAD + 68, HEAD + 32, HEAD]
+    assert lengths == [HEAD + 67, HEAD + 101, HEAD + 32, HEAD]
     for message, length in enumerate(lengths):
         for bit in range(8 * length):
             result = let_in(dialer(), acceptor(), {message: flip(bit)})
             # The last word is said when the acceptor has been convinced already.
             assert result == (False, message == 3), (message, bit)
+
+
+def test_no_bit_of_the_conversation_about_tls_can_be_changed() -> None:
+    """Neither can TLS be turned off, nor on, nor a certificate be put in place of another."""
+
+    def both() -> tuple[DialerHandshake, AcceptorHandshake]:
+        return dialer(offer=able(b"dialer's")), acceptor(offer=able(b"acceptor's"))
+
+    assert let_in(*both(), {}) == (True, True)
+    lengths = [len(words) for _, words in converse(*both())]
+    assert lengths == [HEAD + 67, HEAD + 101, HEAD + 64, HEAD + 32, HEAD]
+    for message, length in enumerate(lengths):
+        for bit in range(8 * length):
+            assert let_in(*both(), {message: flip(bit)}) == (False, message == 4), (message, bit)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("offer", range(256))
+def test_a_middle_cannot_change_what_a_rank_says_about_tls(offer: int, apart: bool) -> None:
+    caller = dialer(offer=able(b"dialer's", apart=apart))
+    said = caller._offer.byte
+    changes = {0: put(HELLO_FIELDS["offer"], bytes([offer]))}
+    found = let_in(caller, acceptor(offer=able(b"acceptor's", apart=False)), changes)
+    assert found == ((True, True) if offer == said else (False, False))
 
 
 CALLERS = {
@@ -115,7 +149,7 @@ def test_a_middle_cannot_swap_the_nonces_or_proofs_of_two_calls() -> None:
         for name, (start, end) in fields.items():
             old = recorded[message][HEAD + start : HEAD + end]
             result = let_in(dialer(), acceptor(), {message: put((start, end), old)})
-            fresh = name == "nonce" or message == 1  # the rest of CHALLENGE follows from nonces
+            fresh = name == "nonce" or message == 1  # CHALLENGE is masked with what follows from it
             assert result == ((False, False) if fresh else (True, True)), name
     assert let_in(dialer(), acceptor(), {2: lambda _: recorded[2]}) == (False, False)
 

@@ -29,6 +29,7 @@ from phalanx.launch.state import MOST_BYTES, JobState, bounded
 from phalanx.launch.watch_folder import PERIOD, VARIABLE, WatchFolder
 from phalanx.transport.tcp.admission import MAKE_ONE, PATIENCE, Acceptor, find_token, speak
 from phalanx.transport.tcp.loop import Reactor
+from phalanx.transport.tcp.tls import Tls
 from phalanx.wire.control import Endpoint, parse_address
 from phalanx.wire.handshake import DialerHandshake, Identity, Refused
 
@@ -69,6 +70,7 @@ class WatchServer:
 
     def __init__(self, folder: WatchFolder, listener: socket.socket, token: bytes) -> None:
         self.token = token
+        self.tls = Tls(token)
         self.reactor = Reactor()
         self.endpoint = Endpoint(*listener.getsockname()[:2])
         self._folder = folder
@@ -177,8 +179,9 @@ class RemoteFolder:
                 "and does it run? Give a folder, or nothing, for a job of this host"
             ) from error
         try:
-            handshake = DialerHandshake(_WATCHER, token, _NODE.rank)
-            self._socket = speak(self._socket, handshake, handshake.start(), PATIENCE)
+            tls = Tls(token)
+            handshake = DialerHandshake(_WATCHER, token, _NODE.rank, tls.offer(self._socket))
+            self._socket = speak(self._socket, handshake, handshake.start(), PATIENCE, tls)
         except TimeoutError as error:
             self._socket.close()
             raise BackendUnavailableError(

@@ -32,6 +32,7 @@ from phalanx.transport.tcp.admission import check_token, find_token
 from phalanx.transport.tcp.dial import await_name
 from phalanx.transport.tcp.heartbeat import check_heartbeat
 from phalanx.transport.tcp.rendezvous import Rendezvous
+from phalanx.transport.tcp.tls import Tls
 from phalanx.transport.tcp.transport import EACH_WITH_EACH, SPIN, TcpTransport
 from phalanx.wire.control import Address, Endpoint, parse_address
 from phalanx.wire.handshake import Identity
@@ -47,10 +48,12 @@ class MeshBackend(Backend):
     sharing   which ranks have memory in common: none; those of each host; all, which have to be on
               one host
     each_with_each  ranks up to which all are connected from the start
+    security  what is said about TLS, made of the token
     """
 
     sharing: ClassVar[Literal["none", "hosts", "all"]] = "none"
     each_with_each: ClassVar[int] = EACH_WITH_EACH
+    security: ClassVar[type[Tls]] = Tls
 
     def __init__(
         self,
@@ -79,6 +82,7 @@ class MeshBackend(Backend):
             secret.encode(),
             heartbeat=seconds,
             each_with_each=self.each_with_each,
+            tls=self.security(secret.encode()),
         )
         super().__init__(engine, Group(engine, WORLD_ID, tuple(range(world_size))), timeout=timeout)
         self._transport = transport
@@ -188,7 +192,7 @@ class MeshBackend(Backend):
         if self._transport.domain is not None and max(ranks) > 1:
             how = "shared memory" if len(ranks) == 1 else "shared memory inside a host, TCP between"
         place = with_interface(mesh.addresses[self.rank].host)
-        token = "with" if mesh.token else "without"
+        token = "TLS 1.3, with" if mesh.speaks_tls else "with" if mesh.token else "without"
         return (
             f"{self.world_size} ranks on {hosts}: {how}; rank {self.rank} at {place}; "
             f"{token} a token"

@@ -4,23 +4,30 @@
       | HELLO     identity, target, nonce  ->  |   who are you: version, job, generation, size
       | <- CHALLENGE  rank, nonce, proof       |   HMAC(token, "acceptor", all of the above)
       | PROOF     HMAC(token, "dialer", ...)-> |
+      |     between hosts, TLS 1.3 begins here, and within it: SEAL, which follows from PROOF ->
       | <- WELCOME                             |
 
 Either side sends REFUSE with a reason instead and is done. Both proofs are HMAC-SHA256, keyed with
 the job's token, over the role and the whole of HELLO and CHALLENGE: protocol version, job,
-generation, world size, the two ranks, both nonces. So a proof can be neither replayed nor
-reflected, and a change on the way is detected by the next proof.
+generation, world size, the two ranks, both nonces, and what each can and wants of TLS. So a proof
+can be neither replayed nor reflected, and a change on the way is detected by the next proof.
 
 A caller without the token learns the protocol's version, and nothing about the job: the acceptor
-compares what HELLO says with what it is only when the dialer has proved itself, and the rank in
-CHALLENGE is masked by a value that follows from the token, HELLO and the nonce.
+compares what HELLO says with what it is only when the dialer has proved itself, and the rank and
+the rest in CHALLENGE are masked by a value that follows from the token, HELLO and the nonce.
 
 A message is a type byte, a 16-bit length of at most `LIMIT`, and its content. The driver reads
 `room` bytes at a time: of an unauthenticated peer no more than one message is kept.
 
 The acceptor's proof comes first, so anyone who may connect can try tokens against it offline: this
-is why a token is random, of 128 bits at least. The handshake authenticates the two ranks; what is
-sent afterwards is neither encrypted nor signed.
+is why a token is random, of 128 bits at least.
+
+TLS (`agree` says whether). Each side has an ephemeral certificate, whose SHA-256 is in CHALLENGE
+and in PROOF, under the same proofs; within TLS, each compares it with the one that the other shows,
+whose private key the other has used. So the two ends of the tunnel are the two that were proved,
+and nobody is between. SEAL, said only after that, follows from the nonces: it binds this tunnel to
+this conversation, also where several ranks bring one certificate. Without TLS, what is sent after
+the handshake is neither encrypted nor signed.
 """
 
 from __future__ import annotations
@@ -29,22 +36,27 @@ import hashlib
 import hmac
 import secrets
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from enum import IntEnum
+from types import MappingProxyType
 from typing import NamedTuple
 
-PROTOCOL_VERSION = 4  # raised with every change of what ranks say to each other
+PROTOCOL_VERSION = 5  # raised with every change of what ranks say to each other
 NONCE_SIZE = 32
 PROOF_SIZE = 32
 LIMIT = 192
 
-HELLO, CHALLENGE, PROOF, WELCOME, REFUSE = range(1, 6)
+HELLO, CHALLENGE, PROOF, WELCOME, REFUSE, SEAL = range(1, 7)
 
 _HEAD = struct.Struct("<4sBH")
 _VERSION = struct.Struct("<H")  # which every HELLO of every version begins with
-_HELLO = struct.Struct("<H16sIIII32s")
-_CHALLENGE = struct.Struct("<I32s")
+_HELLO = struct.Struct("<H16sIIIIB32s")
+_MASKED = struct.Struct("<IB32s")  # the acceptor's rank, offer and fingerprint
+_CHALLENGE = struct.Struct(f"<{_MASKED.size}s32s")
+PLAIN_TEXT = "it speaks plain text where TLS was agreed"
+_APART = 0x80  # in the byte of an offer, beside the stance
 _MAGIC = b"PHX?"
-ROOM = _HEAD.size + LIMIT  # the longest message
+FIRST, ROOM = _HEAD.size, _HEAD.size + LIMIT  # bytes to read first; the longest message
 
 
 class Identity(NamedTuple):
@@ -59,6 +71,61 @@ class Identity(NamedTuple):
     def job_digest(self) -> bytes:
         """The job's name in 16 bytes."""
         return hashlib.sha256(self.job.encode()).digest()[:16]
+
+
+class Stance(IntEnum):
+    """What a side can and wants of TLS."""
+
+    OFF, CANNOT, ABLE = range(3)
+
+
+class Offer(NamedTuple):
+    """What a side says about TLS.
+
+    apart         it sees the other side on another host
+    fingerprint   makes its certificate, if there is none yet; the SHA-256 of that
+    """
+
+    stance: Stance = Stance.OFF
+    apart: bool = False
+    fingerprint: Callable[[], bytes] = bytes
+
+    @property
+    def byte(self) -> int:
+        """Stance and `apart`, as they are sent."""
+        return self.stance | (_APART if self.apart else 0)
+
+
+NO_OFFER = Offer()
+_PLAIN, _TLS, _DIFFER = "plain", "TLS", "differ"
+_BETWEEN_HOSTS: Mapping[Stance, tuple[str, str, str]] = MappingProxyType(
+    {  # the dialer's stance: what is agreed with an acceptor that is off, cannot, is able
+        Stance.OFF: (_PLAIN, _PLAIN, _DIFFER),
+        Stance.CANNOT: (_PLAIN, _PLAIN, _DIFFER),
+        Stance.ABLE: (_DIFFER, _DIFFER, _TLS),
+    }
+)
+_WITHOUT = MappingProxyType(
+    {Stance.OFF: "has PHALANX_TLS=off", Stance.CANNOT: "lacks TLS (pip install 'phalanx[tls]')"}
+)
+
+
+def agree(dialer: int, dialers: int, acceptor: int, acceptors: int) -> tuple[bool, str]:
+    """Return whether two ranks speak TLS, and why they cannot agree on it, or "".
+
+    Both sides ask it with the same bytes: each one's rank, and its offer's `byte`.
+    """
+    if not (dialers | acceptors) & _APART:
+        return False, ""
+    stances = Stance(dialers & ~_APART), Stance(acceptors & ~_APART)
+    agreed = _BETWEEN_HOSTS[stances[0]][stances[1]]
+    if agreed != _DIFFER:
+        return agreed == _TLS, ""
+    without, other = (acceptor, dialer) if stances[0] is Stance.ABLE else (dialer, acceptor)
+    return False, (
+        f"rank {without} {_WITHOUT[min(stances)]}, and rank {other}, on another host, "
+        "speaks TLS: have it, or set PHALANX_TLS=off, on every host"
+    )
 
 
 class Refused(Exception):  # noqa: N818 - it is what happened, and becomes an error of ours later
@@ -79,23 +146,46 @@ class Handshake:
     `receive(data)` returns the bytes to send, and raises `Refused` when it has failed, with the
     last words for the peer in `farewell`. After it is `complete`, `peer` is the other rank, and
     `surplus` what came behind the handshake. A driver that gives it `room` bytes at most at a time
-    never makes it keep more than that.
+    never makes it keep more than one message, nor read what belongs to TLS.
+
+    begins_tls    nothing more is said in plain text: the driver calls `enter_tls` and starts TLS,
+                  the dialer as its client, and the handshake goes on within
+    fingerprint   of the certificate that the peer shows there; b"": TLS is not spoken
     """
 
-    __slots__ = ("_buffer", "_token", "complete", "farewell", "identity", "peer")
+    __slots__ = (
+        "_buffer",
+        "_key",
+        "_offer",
+        "_token",
+        "_within",
+        "begins_tls",
+        "complete",
+        "farewell",
+        "fingerprint",
+        "identity",
+        "peer",
+    )
 
-    def __init__(self, identity: Identity, token: bytes) -> None:
+    def __init__(self, identity: Identity, token: bytes, offer: Offer) -> None:
         self.identity = identity
         self.peer: int | None = None
-        self.complete = False
-        self.farewell = b""
+        self.complete = self.begins_tls = False
+        self.farewell = self.fingerprint = b""
         self._token = token
+        self._offer = offer
         self._buffer = bytearray()
+        self._key = b""  # HMAC(token, "dialer", ...), the dialer's proof
+        self._within = b""  # what this side says first within TLS
 
     @property
     def room(self) -> int:
-        """How many bytes to read next, at most."""
-        return max(ROOM - len(self._buffer), 1)
+        """How many bytes to read next, at most: what the message lacks."""
+        have = len(self._buffer)
+        if have < _HEAD.size:
+            return _HEAD.size - have
+        length: int = _HEAD.unpack_from(self._buffer)[2]
+        return max(_HEAD.size + min(length, LIMIT) - have, 1)
 
     @property
     def surplus(self) -> bytes:
@@ -106,7 +196,7 @@ class Handshake:
         """Take received bytes; return what to send. Raises `Refused`."""
         self._buffer += data
         reply = b""
-        while not self.complete:
+        while not (self.complete or self.begins_tls):
             message = self._next_message()
             if message is None:
                 break
@@ -117,6 +207,13 @@ class Handshake:
                 raise Refused(reason, by_peer=True)
             reply += self._answer(kind, content)
         return reply
+
+    def enter_tls(self) -> bytes:
+        """Go on within TLS; return what is to be said there first, if anything."""
+        self.begins_tls = False
+        if self._buffer:
+            raise self._refuse(PLAIN_TEXT)
+        return self._within
 
     def _answer(self, kind: int, content: bytes) -> bytes:
         raise AssertionError("a handshake is either a DialerHandshake or an AcceptorHandshake")
@@ -148,12 +245,17 @@ class Handshake:
                 f"got {kind} of {len(content)} bytes"
             )
 
-    def _proof(self, role: bytes, transcript: bytes) -> bytes:
-        return hmac.new(self._token, b"phalanx " + role + b"\0" + transcript, "sha256").digest()
+    def _check(self, proof: bytes, due: bytes) -> None:
+        if not hmac.compare_digest(proof, due):
+            raise self._refuse("the two do not hold the same token (PHALANX_TOKEN, on all or none)")
 
-    def _mask(self, said: bytes) -> int:
-        """Return 32 bits that only who holds the token can know of what was said so far."""
-        return int.from_bytes(self._proof(b"rank", said)[:4], "little")
+    def _proof(self, role: bytes, transcript: bytes) -> bytes:
+        return _mac(self._token, role, transcript)
+
+    def _mask(self, said: bytes, content: bytes) -> bytes:
+        """Hide what the acceptor says of itself, or show it, from what was said before."""
+        mask = self._proof(b"rank", said) + self._proof(b"certificate", said)
+        return bytes(one ^ other for one, other in zip(content, mask, strict=False))
 
 
 class DialerHandshake(Handshake):
@@ -164,8 +266,10 @@ class DialerHandshake(Handshake):
 
     __slots__ = ("_hello", "proved")
 
-    def __init__(self, identity: Identity, token: bytes, target: int) -> None:
-        super().__init__(identity, token)
+    def __init__(
+        self, identity: Identity, token: bytes, target: int, offer: Offer = NO_OFFER
+    ) -> None:
+        super().__init__(identity, token, offer)
         self.peer = target
         self._hello = b""
         self.proved = False
@@ -180,6 +284,7 @@ class DialerHandshake(Handshake):
             me.rank,
             me.world_size,
             self.peer or 0,
+            self._offer.byte,
             secrets.token_bytes(NONCE_SIZE),
         )
         return _message(HELLO, self._hello)
@@ -193,34 +298,55 @@ class DialerHandshake(Handshake):
         challenge, proof = content[: _CHALLENGE.size], content[_CHALLENGE.size :]
         masked, nonce = _CHALLENGE.unpack(challenge)
         transcript = self._hello + challenge
-        if not hmac.compare_digest(proof, self._proof(b"acceptor", transcript)):
-            raise self._refuse("the two do not hold the same token (PHALANX_TOKEN, on all or none)")
-        rank = masked ^ self._mask(self._hello + nonce)
+        self._check(proof, self._proof(b"acceptor", transcript))
+        rank, theirs, fingerprint = _MASKED.unpack(self._mask(self._hello + nonce, masked))
         if rank != self.peer:
             raise self._refuse(f"reached rank {rank} where rank {self.peer} should be")
+        tls, problem = agree(self.identity.rank, self._offer.byte, rank, theirs)
+        if problem:
+            raise self._refuse(problem)
         self.proved = True
-        return _message(PROOF, self._proof(b"dialer", transcript))
+        self._key = self._proof(b"dialer", transcript)
+        if not tls:
+            return _message(PROOF, self._key)
+        self.fingerprint, self.begins_tls = fingerprint, True
+        mine = self._offer.fingerprint()
+        self._within = _message(SEAL, _mac(self._key, b"seal", fingerprint))
+        return _message(PROOF, mine + _mac(self._key, b"certificate", mine))
 
 
 class AcceptorHandshake(Handshake):
     """The side that was called. `admit(peer)` gives a reason to turn that rank away, or None."""
 
-    __slots__ = ("_admit", "_awaited", "_mismatch")
+    __slots__ = ("_admit", "_mine", "_mismatch")
 
     def __init__(
-        self, identity: Identity, token: bytes, admit: Callable[[int], str | None]
+        self,
+        identity: Identity,
+        token: bytes,
+        admit: Callable[[int], str | None],
+        offer: Offer = NO_OFFER,
     ) -> None:
-        super().__init__(identity, token)
+        super().__init__(identity, token, offer)
         self._admit = admit
-        self._awaited = b""  # the proof that the dialer has to send
+        self._mine = b""  # the fingerprint of its certificate, where TLS was agreed
         self._mismatch = ""  # why the two do not fit, whatever it proves
 
     def _answer(self, kind: int, content: bytes) -> bytes:
         if self.peer is None:
             return self._challenge(kind, content)
-        self._expect(kind, content, PROOF, PROOF_SIZE)
-        if not hmac.compare_digest(content, self._awaited):
-            raise self._refuse("the two do not hold the same token (PHALANX_TOKEN, on all or none)")
+        if self.fingerprint:  # this is within TLS
+            self._expect(kind, content, SEAL, PROOF_SIZE)
+            self._check(content, _mac(self._key, b"seal", self._mine))
+        elif self._mine:
+            self._expect(kind, content, PROOF, 2 * PROOF_SIZE)
+            theirs = content[:PROOF_SIZE]
+            self._check(content[PROOF_SIZE:], _mac(self._key, b"certificate", theirs))
+            self.fingerprint, self.begins_tls = theirs, True
+            return b""
+        else:
+            self._expect(kind, content, PROOF, PROOF_SIZE)
+            self._check(content, self._key)
         # Only now: a dialer that has proved nothing learns nothing about the job.
         reason = self._mismatch or self._admit(self.peer)
         if reason:
@@ -238,14 +364,20 @@ class AcceptorHandshake(Handshake):
                     "is the same Phalanx installed everywhere?"
                 )
         self._expect(kind, content, HELLO, _HELLO.size)
-        _, job, generation, rank, world_size, target, _ = _HELLO.unpack(content)
+        _, job, generation, rank, world_size, target, theirs, _ = _HELLO.unpack(content)
+        me, ours = self.identity, self._offer.byte
+        if theirs & ~_APART > max(Stance):
+            raise self._refuse(f"an offer of an unknown kind ({theirs})")
         self.peer = rank  # as claimed, until the handshake is complete
-        self._mismatch = self._compare(job, generation, rank, world_size, target)
+        tls, problem = agree(rank, theirs, me.rank, ours)
+        self._mismatch = self._compare(job, generation, rank, world_size, target) or problem
         nonce = secrets.token_bytes(NONCE_SIZE)
-        challenge = _CHALLENGE.pack(self.identity.rank ^ self._mask(content + nonce), nonce)
+        self._mine = self._offer.fingerprint() if tls else b""
+        said = _MASKED.pack(me.rank, ours, self._mine)
+        challenge = _CHALLENGE.pack(self._mask(content + nonce, said), nonce)
         transcript = content + challenge
         # Kept in place of its inputs: an unauthenticated connection shall cost little memory.
-        self._awaited = self._proof(b"dialer", transcript)
+        self._key = self._proof(b"dialer", transcript)
         return _message(CHALLENGE, challenge + self._proof(b"acceptor", transcript))
 
     def _compare(self, job: bytes, generation: int, rank: int, world_size: int, target: int) -> str:
@@ -267,3 +399,7 @@ class AcceptorHandshake(Handshake):
 
 def _message(kind: int, content: bytes) -> bytes:
     return _HEAD.pack(_MAGIC, kind, len(content)) + content
+
+
+def _mac(key: bytes, role: bytes, said: bytes) -> bytes:
+    return hmac.digest(key, b"phalanx " + role + b"\0" + said, "sha256")

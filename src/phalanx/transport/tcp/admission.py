@@ -29,7 +29,7 @@ from phalanx.errors import AuthenticationError
 from phalanx.transport.tcp.addresses import BACKLOG, stranger
 from phalanx.transport.tcp.loop import Reactor
 from phalanx.wire.control import is_loopback
-from phalanx.wire.handshake import ROOM, AcceptorHandshake, Handshake, Identity, Refused
+from phalanx.wire.handshake import FIRST, AcceptorHandshake, Handshake, Identity, Offer, Refused
 
 log = logging.getLogger("phalanx")
 
@@ -59,6 +59,16 @@ _OF_THE_CALLER = frozenset(
 )
 
 
+class Security(Protocol):
+    """What the driver of a handshake has for TLS (`tls.Tls`)."""
+
+    def offer(self, sock: socket.socket) -> Offer:
+        """Return what this side says about TLS on that connection."""
+
+    def wrap(self, sock: socket.socket, handshake: Handshake) -> socket.socket:
+        """Return the socket, within TLS, which begins when it is used. Raises `Refused`, OSError"""
+
+
 def receive(sock: socket.socket, room: int) -> bytes | None:
     """Words of a handshake, `room` bytes at most; None: nothing yet. `Refused` at their end."""
     try:
@@ -66,6 +76,8 @@ def receive(sock: socket.socket, room: int) -> bytes | None:
     except BlockingIOError:
         return None
     except OSError as error:
+        if error.errno == errno.EBADMSG:  # TLS does not come about
+            raise Refused(str(error.strerror)) from None
         log.debug("a connection broke during the handshake: %s", error)
         data = b""
     if not data:
@@ -84,28 +96,33 @@ def send(sock: socket.socket, data: bytes) -> None:
         raise Refused(HUNG_UP, final=False) from None
 
 
-def speak(sock: socket.socket, handshake: Handshake, first: bytes, seconds: float) -> socket.socket:
+def speak(
+    sock: socket.socket, handshake: Handshake, first: bytes, seconds: float, tls: Security
+) -> socket.socket:
     """Carry out a whole handshake that begins with `first`; blocks for so many seconds at most.
 
-    Return the socket to go on with, which has that timeout. Raises `Refused`, or OSError
-    (TimeoutError when the other side is silent).
+    Return the socket to go on with, which has that timeout; `sock` is not to be used any more.
+    Raises `Refused`, or OSError (TimeoutError when the other side is silent, EBADMSG from TLS).
     """
     deadline, words = monotonic() + seconds, first
-    while True:
-        sock.settimeout(max(deadline - monotonic(), 0.001))
-        sock.sendall(words)
-        if handshake.complete:
-            sock.settimeout(seconds)
-            return sock
-        data = sock.recv(handshake.room)
-        if not data:
-            raise Refused(HUNG_UP, final=False)
-        try:
+    try:
+        while True:
+            sock.settimeout(max(deadline - monotonic(), 0.001))
+            sock.sendall(words)
+            if handshake.begins_tls:
+                sock = tls.wrap(sock, handshake)
+            if handshake.complete:
+                sock.settimeout(seconds)
+                return sock
+            data = sock.recv(handshake.room)
+            if not data:
+                raise Refused(HUNG_UP, final=False)
             words = handshake.receive(data)
-        except Refused:
-            with suppress(OSError):  # it may have gone already
+    except BaseException as error:
+        with sock, suppress(OSError):  # it may have gone already
+            if isinstance(error, Refused):
                 sock.sendall(handshake.farewell)
-            raise
+        raise
 
 
 class Door(Protocol):
@@ -120,6 +137,10 @@ class Door(Protocol):
     reactor: Reactor
     identity: Identity
     token: bytes
+
+    @property
+    def tls(self) -> Security:
+        """What it says about TLS."""
 
     def admit(self, peer: int) -> str | None:
         """Return why a caller that has proved itself is turned away all the same, or None.
@@ -180,6 +201,17 @@ class Acceptor:
         self.pending.pop(pending, None)
         self.door.reactor.forget(pending.sock)
         pending.sock.close()
+
+    def begin_tls(self, pending: PendingConnection) -> None:
+        """Go on within TLS: the caller has proved itself, and has as much time again."""
+        self.door.reactor.forget(pending.sock)
+        try:
+            pending.sock = self.door.tls.wrap(pending.sock, pending.handshake)
+        except OSError:
+            raise Refused(HUNG_UP, final=False) from None
+        self.door.reactor.watch(pending.sock, pending.hear)
+        pending.auth_state, pending.born = 3, self.now
+        self.pending[pending] = self.pending.pop(pending)  # in the order of `born`
 
     def turn_away(self, pending: PendingConnection, reason: str) -> None:
         """Close a pending connection, and log the reason."""
@@ -276,7 +308,11 @@ def _outsider(sock: socket.socket, host: str) -> str:
 
 
 class PendingConnection:
-    """A caller. `auth_state`: 0 has sent nothing, 1 has sent something, 2 was challenged."""
+    """A caller.
+
+    auth_state   0 has sent nothing, 1 has sent something, 2 was challenged, 3 has proved itself,
+                 and TLS begins
+    """
 
     __slots__ = ("acceptor", "auth_state", "born", "handshake", "host", "sock")
 
@@ -295,13 +331,21 @@ class PendingConnection:
         """Read what the caller has sent, if anything, and answer (from the reactor)."""
         acceptor, door = self.acceptor, self.acceptor.door
         try:
-            data = receive(self.sock, self.handshake.room if self.auth_state else ROOM)
-            if data is None:
-                return
-            if not self.auth_state:
-                self.handshake = AcceptorHandshake(door.identity, door.token, acceptor.admit)
-                self.auth_state = 1
-            send(self.sock, self.handshake.receive(data))
+            while not (self.auth_state and self.handshake.complete):
+                data = receive(self.sock, self.handshake.room if self.auth_state else FIRST)
+                if data is None:
+                    return
+                if not self.auth_state:
+                    offer = door.tls.offer(self.sock)
+                    self.handshake = AcceptorHandshake(
+                        door.identity, door.token, acceptor.admit, offer
+                    )
+                    self.auth_state = 1
+                send(self.sock, self.handshake.receive(data))
+                if self.handshake.begins_tls:
+                    acceptor.begin_tls(self)
+                elif self.handshake.peer is not None:
+                    self.auth_state = max(self.auth_state, 2)
         except Refused as refusal:
             if refusal.reason == HUNG_UP:  # no line in the log: port scanners do it all the time
                 acceptor.drop(self)
@@ -310,13 +354,10 @@ class PendingConnection:
                 self.sock.send(self.handshake.farewell)
             acceptor.turn_away(self, refusal.reason)
             return
-        if self.handshake.complete:
-            del acceptor.pending[self]
-            door.reactor.forget(self.sock)  # it is the door's, which may read it in a thread
-            assert self.handshake.peer is not None
-            door.link_opened(self.handshake.peer, self.sock, self.handshake.surplus)
-        elif self.handshake.peer is not None:
-            self.auth_state = 2
+        del acceptor.pending[self]
+        door.reactor.forget(self.sock)  # it is the door's, which may read it in a thread
+        assert self.handshake.peer is not None
+        door.link_opened(self.handshake.peer, self.sock, self.handshake.surplus)
 
 
 # ------------------------------------------------------------------------------
@@ -349,7 +390,8 @@ def find_token(environ: Mapping[str, str] = os.environ) -> str:
         remedy = f"chmod 600 {path}"
         if "KUBERNETES_SERVICE_HOST" in environ:  # where a Secret cannot be changed
             remedy = "give the Secret's volume defaultMode: 0400, and the pod an fsGroup"
-        return check_token(_read(path, remedy), f"the token in {path} (PHALANX_TOKEN_FILE)")
+        token = read_own(path, "token", "PHALANX_TOKEN_FILE", remedy=remedy)
+        return check_token(token, f"the token in {path} (PHALANX_TOKEN_FILE)")
     return ""
 
 
@@ -367,40 +409,44 @@ def check_token(token: str, name: str) -> str:
     return token
 
 
-def _read(path: str, remedy: str) -> str:
-    """The text in a file that is fit for a secret; `remedy` makes one of one that is not."""
+def read_own(
+    path: str, what: str, variable: str, *, remedy: str, most: int = MOST_BYTES, secret: bool = True
+) -> str:
+    """Return the text of a file that `variable` names, which nobody else may read if it is secret.
+
+    `AuthenticationError` when it is not that, or longer than `most` bytes; `remedy` mends it.
+    """
+    name = f"the {what} file {path} ({variable})"
     try:
         # Not to wait for a writer, if it is a pipe; asked about the open file, not the name.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise AuthenticationError(
-            f"the token file {path} (PHALANX_TOKEN_FILE) cannot be read: {error.strerror}"
+            f"{name} cannot be read: {error.strerror}"
             + (f"; {remedy}" if error.errno == errno.EACCES else "")
         ) from None
     try:
-        problem = _problem(os.fstat(descriptor))
+        problem = _problem(os.fstat(descriptor), secret=secret)
         if problem:
-            raise AuthenticationError(
-                f"the token file {path} {problem}; it has to be a file that only you can read: "
-                f"{remedy}"
-            )
-        content = os.read(descriptor, MOST_BYTES + 1)
+            of_whom = " that only you can read" if secret else ""
+            raise AuthenticationError(f"{name} {problem}; it has to be a file{of_whom}: {remedy}")
+        content = os.read(descriptor, most + 1)
     finally:
         os.close(descriptor)
-    if len(content) > MOST_BYTES:
-        raise AuthenticationError(f"the token file {path} is longer than {MOST_BYTES} bytes")
+    if len(content) > most:
+        raise AuthenticationError(f"{name} is longer than {most} bytes")
     try:
         return content.decode().strip()
     except UnicodeDecodeError:
-        raise AuthenticationError(
-            f"the token file {path} is not text: a token is; make one with {MAKE_ONE}"
-        ) from None
+        raise AuthenticationError(f"{name} is not text, as a {what} is: {remedy}") from None
 
 
-def _problem(status: os.stat_result) -> str:
-    """Why a file is not fit for a secret, or ""."""
+def _problem(status: os.stat_result, *, secret: bool) -> str:
+    """Why a file is not fit for a secret, or not fit to be read at all; or ""."""
     if not stat.S_ISREG(status.st_mode):
         return "is no ordinary file"
+    if not secret:
+        return ""
     if status.st_uid not in (os.geteuid(), 0):
         return f"belongs to user {status.st_uid}, and this process is user {os.geteuid()}'s"
     mode = stat.S_IMODE(status.st_mode)

@@ -23,6 +23,8 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import Protocol, TypeAlias
 
+from typing_extensions import override
+
 from phalanx.core.engine import Engine
 from phalanx.core.failure import Failure
 from phalanx.core.matching import IncomingMessage
@@ -30,6 +32,7 @@ from phalanx.core.posted import PostedSend
 from phalanx.transport.shm.domain import LARGE, PIECE, PIECES, HostDomain, RingBuffer
 from phalanx.transport.tcp.admission import HUNG_UP
 from phalanx.transport.tcp.loop import READ, WRITE, Reactor
+from phalanx.transport.tcp.tls import INSTALL, Tls, TlsSocket
 from phalanx.wire.control import Address, Answer, Ask, FailureNotice, decode
 from phalanx.wire.frame import (
     MAX_PAYLOAD,
@@ -86,6 +89,7 @@ class Mesh:
     """Who is connected.
 
     token       the job's secret; without one only callers of this host are let in
+    tls         what is said about TLS to peers on other hosts
     host        the host's name, if it is given; "": the machine decides
     domain      what this rank shows to others of its host, if anything
     addresses   where each rank listens, once that is known: before, the rendezvous decides what the
@@ -97,13 +101,16 @@ class Mesh:
     All methods are called with the engine's lock held.
     """
 
-    def __init__(self, engine: Engine, identity: Identity, token: bytes) -> None:
+    def __init__(
+        self, engine: Engine, identity: Identity, token: bytes, tls: Tls | None = None
+    ) -> None:
         self.engine = engine
         self.reactor = Reactor()
         self.identity = identity
         self.rank, self.world_size = identity.rank, identity.world_size
         self.label, self.callers = f"rank {identity.rank}", identity.world_size
         self.token = token
+        self.tls = tls or Tls(token)
         self.connections: dict[int, Connection] = {}
         self.addresses: dict[int, Address] = {}
         self.gone: dict[int, str] = {}
@@ -113,7 +120,13 @@ class Mesh:
         self.domain: HostDomain | None = None
         self.shares = False
         self.wide: WideBase | None = None
+        self._told_readable = False
         engine.in_child.append(self.close_in_child)
+
+    @property
+    def speaks_tls(self) -> bool:
+        """Whether this rank does, to any of its peers."""
+        return any(isinstance(each, TlsConnection) for each in self.connections.values())
 
     @property
     def all_known(self) -> bool:
@@ -132,7 +145,18 @@ class Mesh:
 
     def link_opened(self, peer: int, sock: socket.socket, surplus: bytes) -> None:
         """A peer is authenticated: messages can flow. `surplus` came behind the handshake."""
-        self.connections[peer] = connection = Connection(self, peer, sock)
+        if isinstance(sock, TlsSocket):
+            connection: Connection = TlsConnection(self, peer, sock)
+        else:
+            connection = Connection(self, peer, sock)
+        self.connections[peer] = connection
+        if self.rank == 0 and not self._told_readable and self.tls.is_readable(sock):
+            self._told_readable = True
+            log.warning(
+                "what ranks on different hosts send can be read on its way: %s on every host, and "
+                "it is encrypted (PHALANX_TLS=off: without this line)",
+                INSTALL,
+            )
         if self.shares:
             connection.out = connection.ring
         if self.wide is not None:
@@ -625,3 +649,46 @@ class Connection:
         if self.out is not None:
             self.out.give_up()
         self._ring = self.out = None  # or its memory would stay mapped
+
+
+class TlsConnection(Connection):
+    """A connection within TLS, whose socket keeps bytes that no selector knows of.
+
+    What was decrypted, and not read, is looked at in the next turn of the reactor, as long as
+    something is read at all.
+    """
+
+    sock: TlsSocket
+    _looks = False  # in the next turn
+
+    def __init__(self, mesh: Mesh, peer: int, sock: TlsSocket) -> None:
+        super().__init__(mesh, peer, sock)
+        self._look_again()
+
+    @override
+    def on_ready(self, readable: bool, writable: bool) -> None:
+        super().on_ready(readable or self.sock.read_waits, writable)
+        self._look_again()
+
+    @override
+    def resume(self) -> None:
+        super().resume()
+        if self._look_again():
+            self.mesh.reactor.wake()  # another thread may sleep there
+
+    def _look_again(self) -> bool:
+        """See to what is left; whether that takes another look."""
+        sock = self.sock
+        if sock.read_waits:
+            self._watch(self._events | WRITE)
+        if not (self._looks or (sock.pending() and self._events & READ)):
+            return False
+        if not self._looks:
+            self._looks = True
+            self.mesh.reactor.call_later(0.0, self._look)
+        return True
+
+    def _look(self) -> None:
+        self._looks = False
+        if self.sock.fileno() >= 0 and self._events & READ:
+            self.on_ready(True, False)

@@ -110,7 +110,7 @@ class Dial:
         if self.sock is not None:
             self.mesh.reactor.forget(self.sock)
             self.sock.close()
-            self.sock = None
+            self.sock = self._handshake = None
 
     def _go_on(self, ready: bool | None) -> None:
         """Go on until the call waits: for an event of its socket, or for some time."""
@@ -135,10 +135,9 @@ class Dial:
         """Yields what it waits for, and for how long at most; is sent whether it has come."""
         mesh, retry = self.mesh, FIRST_RETRY
         while True:
-            self._handshake = DialerHandshake(mesh.identity, mesh.token, self.peer)
             self.lacks = False
             try:
-                sock = yield from self._attempt(self._handshake)
+                sock, handshake = yield from self._attempt()
             except OSError as error:
                 self.trouble = os.strerror(error.errno or 0)
                 self.refusals += error.errno not in _MAY_PASS
@@ -148,14 +147,14 @@ class Dial:
                     self.refusal = Refused(self.trouble, final=False)
             except Refused as refusal:
                 self.trouble = refusal.reason
-                if self.sock is not None:
+                if self.sock is not None and self._handshake is not None:
                     with suppress(OSError):  # it may have gone already
                         self.sock.send(self._handshake.farewell)
                 if refusal.final:
                     self.refusal = refusal
             else:
                 self.sock = None  # it is the connection's now
-                mesh.link_opened(self.peer, sock, self._handshake.surplus)
+                mesh.link_opened(self.peer, sock, handshake.surplus)
                 return
             self._hang_up()
             if self.refusal is not None:
@@ -167,9 +166,10 @@ class Dial:
             retry = min(2 * retry, LAST_RETRY)
 
     def _attempt(
-        self, handshake: DialerHandshake
-    ) -> Generator[tuple[int, float], bool | None, socket.socket]:
+        self,
+    ) -> Generator[tuple[int, float], bool | None, tuple[socket.socket, DialerHandshake]]:
         """Call once; return the socket when the peer has let this rank in. Yields as `_call`."""
+        mesh = self.mesh
         family, address = self._addresses[self.attempts % len(self._addresses)]
         self.sock = sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setblocking(False)
@@ -181,20 +181,25 @@ class Dial:
         self.refusals = 0
         self.answered = True
         self.trouble = "it accepts connections but does not answer; is it another program?"
+        handshake = DialerHandshake(mesh.identity, mesh.token, self.peer, mesh.tls.offer(sock))
+        self._handshake = handshake
         send(sock, handshake.start())
         while not handshake.complete:
-            # A call in a queue full of other callers may be lost without a word. One that has
-            # proved itself is not given up: the peer may take it to be open.
-            if not (yield READ, math.inf if handshake.proved else self._wait):
-                raise self._unanswered(self.trouble)
             data = receive(sock, handshake.room)
             if data is not None:
                 reply = handshake.receive(data)
                 # Not before: until it has accepted the call, nobody holds its socket.
-                if reply and not self.mesh.token and (reason := stranger(sock)):
+                if reply and not mesh.token and (reason := stranger(sock)):
                     raise Refused(reason, final=uid_of_peer(sock) is not None)
                 send(sock, reply)
-        return sock
+                if handshake.begins_tls:
+                    mesh.reactor.forget(sock)
+                    self.sock = sock = mesh.tls.wrap(sock, handshake)
+            # A call in a queue full of other callers may be lost without a word. One that has
+            # proved itself is not given up: the peer may take it to be open.
+            elif not (yield READ, math.inf if handshake.proved else self._wait):
+                raise self._unanswered(self.trouble)
+        return sock, handshake
 
     def _unanswered(self, trouble: str) -> Refused:
         self._wait = min(2 * self._wait, LAST_WAIT)

@@ -69,12 +69,12 @@ class Reactor:
             lock.acquire()
         if self._woken.fileno() < 0:  # it was closed meanwhile
             return
-        watched = self._selector.get_map()
+        watched, now_due = self._selector.get_map(), monotonic()
         for key, mask in events:
             now = watched.get(key.fd)
             if now is not None and now.fileobj is key.fileobj:  # not closed by an earlier one
                 now.data(bool(mask & READ), bool(mask & WRITE))
-        while self._timers and self._timers[0][0] <= monotonic():
+        while self._timers and self._timers[0][0] <= now_due:
             heapq.heappop(self._timers)[2]()
 
     def _wait(self, seconds: float, spin: float) -> list[tuple[selectors.SelectorKey, int]]:

@@ -27,6 +27,7 @@ from phalanx.transport.shm.segments import Piece
 from phalanx.transport.tcp.connection import MESSAGES, Mesh, Outlet
 from phalanx.transport.tcp.flooding import Flooding
 from phalanx.transport.tcp.heartbeat import Heartbeat
+from phalanx.transport.tcp.tls import Tls
 from phalanx.wire.control import encode
 from phalanx.wire.frame import Kind
 from phalanx.wire.handshake import Identity
@@ -63,10 +64,11 @@ class TcpTransport(Transport):
         *,
         heartbeat: float,
         each_with_each: int = EACH_WITH_EACH,
+        tls: Tls | None = None,
     ) -> None:
         self.engine = engine
         engine.transport = self
-        self.mesh = Mesh(engine, identity, token)
+        self.mesh = Mesh(engine, identity, token, tls)
         self.wide: Flooding | None = None
         if engine.world_size > each_with_each:
             self.mesh.wide = self.wide = Flooding(self.mesh, heartbeat)
