@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from acceptor_step import drive_until, lonely_transport
 from clusters import TIMEOUT, TOKEN, Tcp, loopback_listener
 from raw_peer import message
 from test_tcp_rendezvous import Start, place, start, works  # noqa: F401
