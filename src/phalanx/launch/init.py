@@ -44,7 +44,14 @@ from phalanx.launch import metrics, slurm
 from phalanx.launch.environment import World, read_environment
 from phalanx.launch.publish import publish
 from phalanx.launch.store import connect_store
-from phalanx.native.meeting import Answer, Meeting, Trust, Words, tries, trust_in_torchs_store
+from phalanx.native.meeting import (
+    MeetingAnswer,
+    Meeting,
+    Trust,
+    Words,
+    tries,
+    trust_in_torchs_store,
+)
 from phalanx.native.mpi import duplicate, import_mpi
 from phalanx.native.mpi_library import wait_until
 from phalanx.transport.backends import MeshBackend
@@ -178,7 +185,7 @@ def _rendezvous_at_store(world: World, timeout: float, own_gpu: bool) -> World:
     )
 
 
-def meet(meeting: Meeting, toward: Endpoint) -> tuple[Answer, socket.socket | None]:
+def meet(meeting: Meeting, toward: Endpoint) -> tuple[MeetingAnswer, socket.socket | None]:
     """Return what rank 0 has told, and on rank 0 its listener. Raises as `Meeting` does."""
     one_host = meeting.come()
     if meeting.rank:

@@ -299,7 +299,10 @@ class Nodes:
         Who starts nodes again, as Kubernetes does, may be sooner than node 0's last words.
         """
         while True:
-            store = connect_store(self.endpoint, self._token, deadline, job=self._job)
+            try:
+                store = connect_store(self.endpoint, self._token, deadline, job=self._job)
+            except BackendUnavailableError as error:
+                raise self._alone(str(error)) from error
             try:
                 if store.add(f"phalanx/launchers/{self._node_rank}", 1) == 1:
                     return store

@@ -55,7 +55,7 @@ _Key = Annotated[str, msgspec.Meta(max_length=MOST_KEY)]
 _Value = Annotated[bytes, msgspec.Meta(max_length=MOST_VALUE)]
 
 
-class Request(msgspec.Struct, array_like=True, frozen=True):
+class StoreRequest(msgspec.Struct, array_like=True, frozen=True):
     """What a client asks for.
 
     get          the value of `key`, or None
@@ -76,7 +76,7 @@ class Request(msgspec.Struct, array_like=True, frozen=True):
     number: int = 0
 
 
-class Reply(msgspec.Struct, array_like=True, frozen=True):
+class StoreReply(msgspec.Struct, array_like=True, frozen=True):
     """The answer to a request; `error` is "" where there is none."""
 
     error: str = ""
@@ -88,7 +88,7 @@ def _identity(job: str, rank: int) -> Identity:
     return Identity(f"phalanx store {job}", 0, rank, 2)
 
 
-def _pack(message: Request | Reply) -> bytes:
+def _pack(message: StoreRequest | StoreReply) -> bytes:
     content = msgspec.msgpack.encode(message)
     return _HEAD.pack(len(content)) + content
 
@@ -155,54 +155,54 @@ class StoreServer:
         """Serve a client that is in."""
         _Client(self, sock, surplus)
 
-    def answer(self, request: Request) -> Reply:
+    def answer(self, request: StoreRequest) -> StoreReply:
         """Return the reply to a request; with the lock held."""
         return _OPERATIONS[request.op](self, request)
 
-    def _get(self, request: Request) -> Reply:
-        return Reply(value=self._values.get(request.key))
+    def _get(self, request: StoreRequest) -> StoreReply:
+        return StoreReply(value=self._values.get(request.key))
 
-    def _check(self, request: Request) -> Reply:
-        return Reply(number=request.key in self._values)
+    def _check(self, request: StoreRequest) -> StoreReply:
+        return StoreReply(number=int(request.key in self._values))
 
-    def _set(self, request: Request) -> Reply:
-        return self._put(request.key, request.value) or Reply()
+    def _set(self, request: StoreRequest) -> StoreReply:
+        return self._put(request.key, request.value) or StoreReply()
 
-    def _compare_set(self, request: Request) -> Reply:
+    def _compare_set(self, request: StoreRequest) -> StoreReply:
         now = self._values.get(request.key)
         if now == request.expected or (now is None and not request.expected):
-            return self._put(request.key, request.value) or Reply(value=request.value)
-        return Reply(value=request.expected if now is None else now)
+            return self._put(request.key, request.value) or StoreReply(value=request.value)
+        return StoreReply(value=request.expected if now is None else now)
 
-    def _add(self, request: Request) -> Reply:
+    def _add(self, request: StoreRequest) -> StoreReply:
         try:
             number = int(self._values.get(request.key, b"0")) + request.number
         except ValueError:
-            return Reply(f"{request.key}: its value is no number, to which one could add")
+            return StoreReply(f"{request.key}: its value is no number, to which one could add")
         if abs(number) >= 1 << 63:
-            return Reply(f"{request.key}: a number of more than 63 bits")
-        return self._put(request.key, b"%d" % number) or Reply(number=number)
+            return StoreReply(f"{request.key}: a number of more than 63 bits")
+        return self._put(request.key, b"%d" % number) or StoreReply(number=number)
 
-    def _delete(self, request: Request) -> Reply:
+    def _delete(self, request: StoreRequest) -> StoreReply:
         gone = [key for key in self._values if key.startswith(request.key)]
         for key in gone:
             self.memory -= _size(key, self._values.pop(key))
-        return Reply(number=len(gone))
+        return StoreReply(number=len(gone))
 
-    def _put(self, key: str, value: bytes) -> Reply | None:
+    def _put(self, key: str, value: bytes) -> StoreReply | None:
         """Set a value, and answer who waits for it; return why there is no room, or None."""
         _, most_keys, most_memory = self._most
         old = self._values.get(key)
         memory = self.memory + _size(key, value) - (0 if old is None else _size(key, old))
         if old is None and len(self._values) >= most_keys:
-            return Reply(f"{key}: the store is full, it has {most_keys} keys")
+            return StoreReply(f"{key}: the store is full, it has {most_keys} keys")
         if memory > most_memory:
-            return Reply(f"{key}: the store is full, it has {most_memory} bytes")
+            return StoreReply(f"{key}: the store is full, it has {most_memory} bytes")
         self.memory = memory
         self._values[key] = value
         for client in self.waiting.pop(key, ()):
             client.awaits = None
-            client.reply(Reply(value=value))
+            client.reply(StoreReply(value=value))
         return None
 
     def _serve(self) -> None:
@@ -215,7 +215,7 @@ class StoreServer:
                 log.exception("the launcher's store has ended")
 
 
-_OPERATIONS: Mapping[str, Callable[[StoreServer, Request], Reply]] = MappingProxyType(
+_OPERATIONS: Mapping[str, Callable[[StoreServer, StoreRequest], StoreReply]] = MappingProxyType(
     {
         "get": StoreServer._get,
         "wait": StoreServer._get,
@@ -248,7 +248,7 @@ class _Client:
         server.clients.add(self)
         self._ready()
 
-    def reply(self, reply: Reply) -> None:
+    def reply(self, reply: StoreReply) -> None:
         """Send a reply, as far as the client takes it now."""
         self._unsent += _pack(reply)
         try:
@@ -304,13 +304,13 @@ class _Client:
         content = bytes(self._received[4 : 4 + length])
         del self._received[: 4 + length]
         try:
-            request = msgspec.msgpack.decode(content, type=Request)
+            request = msgspec.msgpack.decode(content, type=StoreRequest)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             self._end(f"a request that cannot be read: {error}")
             return False
         if self.awaits is not None:
             self._wait_no_more()
-            self.reply(Reply())
+            self.reply(StoreReply())
         if request.op == "end" or self not in self.server.clients:
             return self in self.server.clients
         reply = self.server.answer(request)
@@ -332,7 +332,7 @@ class _Client:
     def _end(self, error: str) -> None:
         """Say what is wrong, and hang up: what comes behind it cannot be told apart."""
         self._last = True
-        self.reply(Reply(error))
+        self.reply(StoreReply(error))
 
 
 def listen_for_store(host: str, port: int) -> socket.socket:
@@ -377,39 +377,39 @@ class LauncherStore(ABC):
 
     def get(self, key: str) -> bytes | None:
         """Return the value of a key; None: it has none."""
-        return self._ask(Request("get", key)).value
+        return self._ask(StoreRequest("get", key)).value
 
     def set(self, key: str, value: str | bytes) -> None:
         """Give a key a value."""
-        self._ask(Request("set", key, value.encode() if isinstance(value, str) else value))
+        self._ask(StoreRequest("set", key, value.encode() if isinstance(value, str) else value))
 
     def check(self, keys: Iterable[str]) -> bool:
         """Return whether all of these keys have a value."""
-        return all(self._ask(Request("check", key)).number for key in keys)
+        return all(self._ask(StoreRequest("check", key)).number for key in keys)
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number at a key, from 0; return what it is now."""
-        return self._ask(Request("add", key, number=amount)).number
+        return self._ask(StoreRequest("add", key, number=amount)).number
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
         """Give a key a value if it has the expected one, or none and "" is expected; return what it
         has now.
         """
-        request = Request("compare_set", key, value.encode(), expected.encode())
+        request = StoreRequest("compare_set", key, value.encode(), expected.encode())
         return self._ask(request).value or b""
 
     def delete(self, prefix: str) -> int:
         """Forget all keys that begin so; return how many there were."""
-        return self._ask(Request("delete", prefix)).number
+        return self._ask(StoreRequest("delete", prefix)).number
 
-    def _ask(self, request: Request) -> Reply:
+    def _ask(self, request: StoreRequest) -> StoreReply:
         reply = self._exchange(request)
         if reply.error:
             raise BackendUnavailableError(f"{self._place} says: {shown(reply.error)}")
         return reply
 
     @abstractmethod
-    def _exchange(self, request: Request) -> Reply:
+    def _exchange(self, request: StoreRequest) -> StoreReply:
         """Return the store's reply."""
 
     @abstractmethod
@@ -424,7 +424,7 @@ class HeldStore(LauncherStore):
         super().__init__("this launcher's store")
         self._server = server
 
-    def _exchange(self, request: Request) -> Reply:
+    def _exchange(self, request: StoreRequest) -> StoreReply:
         with self._server.lock:
             return self._server.answer(request)
 
@@ -443,13 +443,13 @@ class StoreClient(LauncherStore):
 
     def wait(self, key: str, seconds: float) -> bytes | None:
         """Return the value of a key, as soon as it has one; None after so many seconds."""
-        return self._exchange(Request("wait", key), seconds).value
+        return self._exchange(StoreRequest("wait", key), seconds).value
 
     def close(self) -> None:
         """Hang up."""
         self._socket.close()
 
-    def _exchange(self, request: Request, seconds: float = _PATIENCE) -> Reply:
+    def _exchange(self, request: StoreRequest, seconds: float = _PATIENCE) -> StoreReply:
         try:
             self._send(request)
             try:
@@ -457,7 +457,7 @@ class StoreClient(LauncherStore):
             except TimeoutError:
                 if request.op != "wait":
                     raise
-                self._send(Request("end"))
+                self._send(StoreRequest("end"))
                 return self._reply(time.monotonic() + _PATIENCE)
         except OSError as error:
             self.close()
@@ -469,11 +469,11 @@ class StoreClient(LauncherStore):
             self.close()
             raise
 
-    def _send(self, request: Request) -> None:
+    def _send(self, request: StoreRequest) -> None:
         self._socket.settimeout(_PATIENCE)
         self._socket.sendall(_pack(request))
 
-    def _reply(self, deadline: float) -> Reply:
+    def _reply(self, deadline: float) -> StoreReply:
         """Return the next reply. OSError; TimeoutError at the deadline, after which it may come."""
         while True:
             length = _HEAD.unpack_from(self._received)[0] if len(self._received) >= 4 else 0
@@ -489,7 +489,7 @@ class StoreClient(LauncherStore):
         content = bytes(self._received[4 : 4 + length])
         del self._received[: 4 + length]
         try:
-            return msgspec.msgpack.decode(content, type=Reply)
+            return msgspec.msgpack.decode(content, type=StoreReply)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             raise ConnectionError(f"a reply that cannot be read: {error}") from None
 
@@ -519,6 +519,7 @@ def connect_store(endpoint: Endpoint, token: str, deadline: float, *, job: str =
             failure = error
         except Refused as refusal:
             failure = ConnectionError(shown(refusal.reason))
+            sock.close()
             if refusal.final and not refusal.reason.endswith(_FULL):
                 raise AuthenticationError(
                     f"the launcher's store at {endpoint} and this process are not of one job: "

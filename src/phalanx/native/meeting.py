@@ -180,7 +180,7 @@ class Presence(msgspec.Struct, frozen=True):
     gpu: bool = False
 
 
-class Answer(msgspec.Struct, frozen=True):
+class MeetingAnswer(msgspec.Struct, frozen=True):
     """What rank 0 puts there for one rank: where it listens, or why it does not.
 
     nonce   that of the rank which it answers
@@ -272,17 +272,17 @@ class Meeting:
             raise
         return one_host
 
-    def tell(self, address: str = "", token: str = "") -> Answer:
+    def tell(self, address: str = "", token: str = "") -> MeetingAnswer:
         """As rank 0, tell all ranks this address, and this token if the store is trusted with one.
         Return what rank 0 has told. Blocks until it has; raises what `fail` has told.
         """
         with self._use_store():
             return self._hear() if self.rank else self._tell(address, token)
 
-    def _tell(self, address: str, token: str) -> Answer:
+    def _tell(self, address: str, token: str) -> MeetingAnswer:
         token = token if self.words.trust == "all" else ""
         gpu = all(each.gpu for each in self._others)
-        answer = Answer(address=address, token=token, gpu=gpu)
+        answer = MeetingAnswer(address=address, token=token, gpu=gpu)
         for rank, other in enumerate(self._others):
             self._answer(rank, msgspec.structs.replace(answer, nonce=other.nonce))
         return answer
@@ -290,7 +290,7 @@ class Meeting:
     def fail(self, error: DistributedError) -> None:
         """As rank 0, tell all that have come why they do not meet."""
         kind, peer = type(error).__name__, error.peer or 0
-        answer = Answer(error=kind, reason=str(error)[:_LONGEST_TEXT], peer=peer)
+        answer = MeetingAnswer(error=kind, reason=str(error)[:_LONGEST_TEXT], peer=peer)
         ranks = range(1, self.world_size)
         present = {rank: self._presence(self._key(rank), rank) for rank in ranks}
         sizes = [each.world_size for each in present.values() if each is not None]
@@ -317,7 +317,7 @@ class Meeting:
     def _come(self) -> None:
         self.words.put(self._key(self.rank), self.rank, msgspec.json.encode(self._own).decode())
 
-    def _answer(self, rank: int, answer: Answer) -> None:
+    def _answer(self, rank: int, answer: MeetingAnswer) -> None:
         self.words.put(self._key(f"answer/{rank}"), 0, msgspec.json.encode(answer).decode())
 
     def _key(self, what: object) -> str:
@@ -340,10 +340,10 @@ class Meeting:
             return other
         raise self._nobody(rank)
 
-    def _hear(self) -> Answer:
+    def _hear(self) -> MeetingAnswer:
         """Return rank 0's answer to this rank, and to this coming of it."""
         for found in self._looks(0, self._key(f"answer/{self.rank}")):
-            answer = _decode(found, Answer)
+            answer = _decode(found, MeetingAnswer)
             if answer is None or answer.nonce != self._own.nonce:
                 continue
             if answer.error:
@@ -429,7 +429,7 @@ class Meeting:
         )
 
 
-_T = TypeVar("_T", Presence, Answer)
+_T = TypeVar("_T", Presence, MeetingAnswer)
 
 
 def shown(text: str) -> str:
