@@ -161,7 +161,7 @@ def _rendezvous_at_store(world: World, timeout: float, own_gpu: bool) -> World:
         )
     except (OSError, RuntimeError) as error:
         if isinstance(error, AuthenticationError):
-            raise
+            raise AuthenticationError(f"rank {world.rank}: {error}", rank=world.rank) from error
         resolve(endpoint)  # which says it, if that is why
         raise BackendUnavailableError(
             f"rank {world.rank} cannot reach the launcher's store at {endpoint} ({error}): is the "
