@@ -207,6 +207,7 @@ def test_a_store_that_is_gone(method: str) -> None:
         raise dist.DistNetworkError("failed to recv, got 0 bytes")
 
     store = type("Store", (dist.HashStore,), {method: gone})()
+    dist.HashStore.set(store, "phalanx//0//1/1", "something that is to be got")
     with pytest.raises(phalanx.BackendUnavailableError, match="is the process that holds it alive"):
         meet(store, 0, 2, 1.0)
 

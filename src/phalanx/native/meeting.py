@@ -229,6 +229,7 @@ class Meeting:
         self.deadline = time.monotonic() + timeout
         self._own = Presence(host_id(), os.getpid(), world_size, secrets.token_hex(16), gpu)
         self._count = 0
+        self._stale = False  # whether rank 0's answer is one to an earlier start of this rank
         self._others: list[Presence] = []  # those of all ranks, on rank 0
 
     def left(self) -> float:
@@ -345,6 +346,7 @@ class Meeting:
         for found in self._looks(0, self._key(f"answer/{self.rank}")):
             answer = _decode(found, MeetingAnswer)
             if answer is None or answer.nonce != self._own.nonce:
+                self._stale = answer is not None
                 continue
             if answer.error:
                 raise _ERRORS.get(answer.error, DistributedError)(
@@ -417,6 +419,11 @@ class Meeting:
             strange = (
                 f"; {self.words.strange} times something stood there that is not sealed with this "
                 "rank's token: do all ranks hold the same PHALANX_TOKEN?"
+            )
+        if self._stale:
+            strange += (
+                "; rank 0's answer is to an earlier start of this rank: give each job a name, or a "
+                "token, of its own"
             )
         return CollectiveTimeoutError(
             f"rank {self.rank} waited {self.timeout:g} s in {self.op} for {names} of "
