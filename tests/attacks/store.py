@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 BAIT = "stranger-token-0" * 2
-OTHER_USER = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+NOBODY = 65534  # the other user
 PATIENCE = 90.0
 LATER = 1.0  # seconds by which a job may form later than without a stranger
 
@@ -138,12 +138,13 @@ class Stranger:
                     backend.close()
 
 
-def be_the_stranger() -> None:
-    """Answer lines: `{"ports": [...], "job": "..."}`, then "stop"."""
-    import torch  # noqa: F401
-
-    import phalanx  # noqa: F401
-
+def be_the_stranger(user: int) -> None:
+    """Answer lines: `{"ports": [...], "job": "..."}`, then "stop". From then on as this user."""
+    warm_up()
+    if user:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
     print("ready", flush=True)
     for line in sys.stdin:
         order = json.loads(line)
@@ -160,11 +161,33 @@ def be_the_stranger() -> None:
         print(json.dumps(stranger.got), flush=True)
 
 
+def warm_up() -> None:
+    """Have all modules imported: another user may not be able to read them."""
+    import torch
+    from torch.distributed import TCPStore
+
+    import phalanx
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    TCPStore("127.0.0.1", store.port, wait_for_workers=False).set("key", "value")
+    for kind in (phalanx.TcpBackend, phalanx.SharedMemoryBackend):
+        place = f"127.0.0.1:{free_port()}"
+
+        def rank(number: int, kind: Any = kind, place: str = place) -> None:
+            with kind(number, 2, place, token=BAIT) as backend:
+                phalanx.all_reduce(torch.ones(4), backend)
+
+        other = threading.Thread(target=rank, args=(1,))
+        other.start()
+        rank(0)
+        other.join()
+
+
 class Hired:
     """A stranger in a process of his own, perhaps of another user."""
 
-    def __init__(self, other_user: bool = False) -> None:
-        words = [*(OTHER_USER if other_user else []), sys.executable, __file__, "--stranger"]
+    def __init__(self, user: int = 0) -> None:
+        words = [sys.executable, __file__, "--stranger", str(user)]
         environ = {k: v for k, v in os.environ.items() if not k.startswith("PHALANX_")}
         self.process = subprocess.Popen(
             words,
@@ -378,7 +401,7 @@ def attack_garbage() -> bool:
 def attack_local_user() -> bool:
     """Another user of this host takes a rank of `phalanx run -n 2`, whose port he looks up."""
     with folder() as place:
-        hired = Hired(other_user=True)
+        hired = Hired(NOBODY)
         before = listeners()
         job = Started("run", place)
         until = time.monotonic() + 10
@@ -468,12 +491,12 @@ KINDS = ("run", "nodes", "torchrun", "group")
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--short", action="store_true")
-    parser.add_argument("--stranger", action="store_true")
+    parser.add_argument("--stranger", type=int, help="for this program: be one, as this user")
     parser.add_argument("--count", type=int, default=100, help="starts of each kind at random")
     parser.add_argument("names", nargs="*")
     asked = parser.parse_args()
-    if asked.stranger:
-        be_the_stranger()
+    if asked.stranger is not None:
+        be_the_stranger(asked.stranger)
         return
     failed = False
     for name, (attack, often, short) in ATTACKS.items():
