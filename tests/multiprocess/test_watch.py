@@ -129,7 +129,7 @@ def folder_of(launcher: int) -> Path:
 def test_each_host_shows_all_ranks_and_names_the_one_that_is_cut_off(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(WAIT)
-    environ = environ_without_launcher()
+    environ = {**environ_without_launcher(), "PHALANX_TOKEN": "a token of many letters"}
     with ExitStack() as stack:
         network = stack.enter_context(Network(2))
         master = f"{network.address(0)}:{unused_port()}"
