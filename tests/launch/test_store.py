@@ -17,7 +17,6 @@ import pytest
 from phalanx.errors import AuthenticationError, BackendUnavailableError
 from phalanx.launch.store import (
     MOST_VALUE,
-    HeldStore,
     StoreClient,
     StoreReply,
     StoreServer,
@@ -75,7 +74,7 @@ def message(*words: object) -> bytes:
 
 def test_every_operation_does_what_it_says(stack: ExitStack) -> None:
     server = hold(stack)
-    own, other = HeldStore(server), join(stack, server)
+    own, other = join(stack, server), join(stack, server)
     for store, reader in ((own, other), (other, own)):
         assert store.delete("") in (0, 4)
         assert (store.get("a/1"), store.check(["a/1"])) == (None, False)
@@ -106,7 +105,7 @@ def test_a_value_that_comes_is_heard_at_once_by_all_who_wait(stack: ExitStack) -
         thread.start()
     while len(server.waiting.get("key", ())) < 3:
         time.sleep(0.001)
-    HeldStore(server).set("key", "value")
+    join(stack, server).set("key", "value")
     for thread in threads:
         thread.join(PATIENCE)
     assert heard == [b"value"] * 3

@@ -45,8 +45,8 @@ from phalanx.launch.environment import World, read_environment
 from phalanx.launch.publish import publish
 from phalanx.launch.store import connect_store
 from phalanx.native.meeting import (
-    MeetingAnswer,
     Meeting,
+    MeetingAnswer,
     Trust,
     Words,
     tries,

@@ -36,13 +36,7 @@ import msgspec
 from phalanx.errors import BackendUnavailableError, DistributedError, MisuseError
 from phalanx.launch.report import AGAIN, RankExit, describe_failure, root_cause
 from phalanx.launch.state import NodePlace, OtherNodes, plain
-from phalanx.launch.store import (
-    HeldStore,
-    LauncherStore,
-    StoreServer,
-    connect_store,
-    listen_for_store,
-)
+from phalanx.launch.store import StoreClient, StoreServer, connect_store, listen_for_store
 from phalanx.launch.watch_server import token_between_nodes
 from phalanx.native.meeting import tries
 from phalanx.transport.tcp.addresses import reserve_port
@@ -263,15 +257,13 @@ class Nodes:
         ) from failure
 
     def _run(self) -> None:
-        store: LauncherStore | None = None
+        store: StoreClient | None = None
         try:
             deadline = time.monotonic() + PATIENCE
             if self._node_rank == 0:
                 self._server = self._hold(self._listen(deadline))
-                store = HeldStore(self._server)
                 self._first_port = self._reserve()
-            else:
-                store = self._find_store(deadline)
+            store = self._find_store(deadline)
             self.placement = self._join(store, deadline)
             self._exchange(store)
         except DistributedError as error:
@@ -285,6 +277,8 @@ class Nodes:
         finally:
             if store is not None:
                 store.close()
+            if self._server is not None:
+                self._server.close()
 
     def _alone(self, why: str) -> BackendUnavailableError:
         return BackendUnavailableError(
@@ -293,14 +287,15 @@ class Nodes:
             f"({why})"
         )
 
-    def _find_store(self, deadline: float) -> LauncherStore:
+    def _find_store(self, deadline: float) -> StoreClient:
         """Return the store of node 0, not the one of a job that this node was in and that ends.
 
         Who starts nodes again, as Kubernetes does, may be sooner than node 0's last words.
         """
         while True:
             try:
-                store = connect_store(self.endpoint, self._token, deadline, job=self._job)
+                place = self.endpoint if self._server is None else self._server.endpoint
+                store = connect_store(place, self._token, deadline, job=self._job)
             except BackendUnavailableError as error:
                 raise self._alone(str(error)) from error
             try:
@@ -320,7 +315,7 @@ class Nodes:
             if time.monotonic() > deadline or self._closing.wait(_POLL):
                 raise self._alone("the job that it was in before has not ended")
 
-    def _join(self, store: LauncherStore, deadline: float) -> tuple[int, int]:
+    def _join(self, store: StoreClient, deadline: float) -> tuple[int, int]:
         """Wait for all nodes; return the `placement`."""
         node, nodes = self._node_rank, self._nodes
         own = _Joined(self._ranks, self._options, socket.gethostname(), self._first_port)
@@ -350,7 +345,7 @@ class Nodes:
         self._first_port = joined[0].port
         return self._places[node].first_rank, first_rank
 
-    def _exchange(self, store: LauncherStore) -> None:
+    def _exchange(self, store: StoreClient) -> None:
         """Write what there is to write, and read the log, until `close()`."""
         written = polls = 0
         while not self._closing.wait(_POLL) or self._unwritten:
@@ -379,7 +374,7 @@ class Nodes:
             ended_nodes = store.add("phalanx/ended", 0)
 
     def _meet_watchers(
-        self, store: LauncherStore, listen: Callable[[Endpoint, str, int], str]
+        self, store: StoreClient, listen: Callable[[Endpoint, str, int], str]
     ) -> None:
         """When somebody watches, on any node, listen here; there, learn where the others do.
 

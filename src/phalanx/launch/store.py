@@ -19,7 +19,6 @@ import socket
 import struct
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
@@ -367,13 +366,20 @@ def listen_for_store(host: str, port: int) -> socket.socket:
 # Those who use it.
 
 
-class LauncherStore(ABC):
-    """The store, for one thread. Every call may raise `BackendUnavailableError`, which names the
-    store, the key, and what to do.
+class StoreClient:
+    """A connection to the launcher's store, for one thread; it blocks, and hears signals meanwhile.
+
+    Every call may raise `BackendUnavailableError`, which names the store, the key, and what to do.
     """
 
-    def __init__(self, place: str) -> None:
-        self._place = place
+    def __init__(self, endpoint: Endpoint, sock: socket.socket, surplus: bytes) -> None:
+        self._place = f"the launcher's store at {endpoint}"
+        self._socket = sock
+        self._received = bytearray(surplus)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
 
     def get(self, key: str) -> bytes | None:
         """Return the value of a key; None: it has none."""
@@ -408,46 +414,9 @@ class LauncherStore(ABC):
             raise BackendUnavailableError(f"{self._place} says: {shown(reply.error)}")
         return reply
 
-    @abstractmethod
-    def _exchange(self, request: StoreRequest) -> StoreReply:
-        """Return the store's reply."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Use it no more."""
-
-
-class HeldStore(LauncherStore):
-    """The store that this process holds."""
-
-    def __init__(self, server: StoreServer) -> None:
-        super().__init__("this launcher's store")
-        self._server = server
-
-    def _exchange(self, request: StoreRequest) -> StoreReply:
-        with self._server.lock:
-            return self._server.answer(request)
-
-    def close(self) -> None:
-        """Hold it no more."""
-        self._server.close()
-
-
-class StoreClient(LauncherStore):
-    """A connection to the store of another process; blocks, and hears signals meanwhile."""
-
-    def __init__(self, endpoint: Endpoint, sock: socket.socket, surplus: bytes) -> None:
-        super().__init__(f"the launcher's store at {endpoint}")
-        self._socket = sock
-        self._received = bytearray(surplus)
-
     def wait(self, key: str, seconds: float) -> bytes | None:
         """Return the value of a key, as soon as it has one; None after so many seconds."""
         return self._exchange(StoreRequest("wait", key), seconds).value
-
-    def close(self) -> None:
-        """Hang up."""
-        self._socket.close()
 
     def _exchange(self, request: StoreRequest, seconds: float = _PATIENCE) -> StoreReply:
         try:
