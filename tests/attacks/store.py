@@ -28,6 +28,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # torch tells of each call that is refused
 BAIT = "stranger-token-0" * 2
 NOBODY = 65534  # the other user
 PATIENCE = 90.0

@@ -146,6 +146,7 @@ def rendezvous(world: World, *, timeout: float, own_gpu: bool = False) -> World:
     else:
         message, listener = _rendezvous_over_mpi(world, timeout)
     address, _, token = message.partition(" ")
+    token = "" if find_token() else token  # what comes never takes the place of what was given
     return replace(world, address=address, token=token or None, listener=listener)
 
 
@@ -169,8 +170,8 @@ def _rendezvous_at_store(world: World, timeout: float, own_gpu: bool) -> World:
             rank=world.rank,
         ) from error
     words = Words(store, (world.run_id, world.restart_count, "init"), trust)
-    left = max(deadline - time.monotonic(), 0.0)
-    meeting = Meeting(words, world.rank, world.world_size, left, "init", gpu=own_gpu)
+    meeting = Meeting(words, world.rank, world.world_size, timeout, "init", gpu=own_gpu)
+    meeting.deadline = deadline
     try:
         answer, listener = meet(meeting, endpoint)
     finally:

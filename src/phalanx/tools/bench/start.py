@@ -157,11 +157,11 @@ def run_ranks(request: BenchRequest, ranks: int, peers: PeerTable = PEERS) -> It
         rest = tuple(name for name in request.backends if name not in over_mpi)
         request, over_mpi = msgspec.structs.replace(request, backends=rest), []
     scripts = dict.fromkeys(peers[name].script for name in request.backends)
-    token = secrets.token_hex(32)
+    token, job = secrets.token_hex(32), os.environ.get("TORCHELASTIC_RUN_ID", "")
     with (
         _working_folder() as path,
         Reaper(path) as reaper,
-        closing(StoreServer(listen_for_store("127.0.0.1", 0), token.encode())) as store,
+        closing(StoreServer(listen_for_store("127.0.0.1", 0), token.encode(), job=job)) as store,
     ):
         folder = Path(path)
         (folder / REQUEST).write_bytes(msgspec.json.encode(request))
