@@ -219,6 +219,7 @@ def test_an_add_to_what_is_no_number_is_told(stack: ExitStack) -> None:
         (message("steal", "k"), "cannot be read"),
         (message("add", "k", b"", b"", "1"), "cannot be read"),
         (struct.pack("<I", 3) + b"\xc1\xc1\xc1", "cannot be read"),
+        (struct.pack("<I", 0) + b"more", "cannot be read"),
         (struct.pack("<I", 60_000) + b"\x91" * 60_000, "cannot be read"),
     ],
 )

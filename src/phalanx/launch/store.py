@@ -92,6 +92,11 @@ def _pack(message: StoreRequest | StoreReply) -> bytes:
     return _HEAD.pack(len(content)) + content
 
 
+def _length(received: bytearray) -> int:
+    """Return how many bytes the message has that begins here; 0 where its head has not come."""
+    return _HEAD.unpack_from(received)[0] if len(received) >= _HEAD.size else 0
+
+
 # ------------------------------------------------------------------------------
 # The server.
 
@@ -287,11 +292,11 @@ class _Client:
     def _take(self) -> bool:
         """Answer the next request; return whether there was one. OSError where it is the last."""
         while True:
-            length = _HEAD.unpack_from(self._received)[0] if len(self._received) >= 4 else 0
+            length = _length(self._received)
             if length > _LONGEST:
                 self._end(f"a message of {length} bytes, and the longest has {_LONGEST}")
                 return False
-            if len(self._received) >= 4 + length > 4:
+            if len(self._received) >= _HEAD.size + length:
                 break
             try:
                 data = self.sock.recv(1 << 16)
@@ -300,8 +305,8 @@ class _Client:
             if not data:
                 raise ConnectionError
             self._received += data
-        content = bytes(self._received[4 : 4 + length])
-        del self._received[: 4 + length]
+        content = bytes(self._received[_HEAD.size : _HEAD.size + length])
+        del self._received[: _HEAD.size + length]
         try:
             request = msgspec.msgpack.decode(content, type=StoreRequest)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
@@ -445,18 +450,18 @@ class StoreClient:
     def _reply(self, deadline: float) -> StoreReply:
         """Return the next reply. OSError; TimeoutError at the deadline, after which it may come."""
         while True:
-            length = _HEAD.unpack_from(self._received)[0] if len(self._received) >= 4 else 0
+            length = _length(self._received)
             if length > _LONGEST:
                 raise ConnectionError(f"a reply of {length} bytes, and the longest has {_LONGEST}")
-            if len(self._received) >= 4 + length > 4:
+            if len(self._received) >= _HEAD.size + length:
                 break
             self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
             data = self._socket.recv(1 << 16)
             if not data:
                 raise ConnectionError("it has hung up")
             self._received += data
-        content = bytes(self._received[4 : 4 + length])
-        del self._received[: 4 + length]
+        content = bytes(self._received[_HEAD.size : _HEAD.size + length])
+        del self._received[: _HEAD.size + length]
         try:
             return msgspec.msgpack.decode(content, type=StoreReply)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
