@@ -45,11 +45,11 @@ else:
     import phalanx
     backend = phalanx.init("tcp", timeout=15)
     rank, total = backend.rank, phalanx.all_reduce(torch.full((4,), 1000.0 + backend.rank), backend)
-os.write(1, f"formed {time.time() - float(os.environ['BEGAN'])}\n".encode())  # as one piece
+os.write(1, f"formed {time.time() - float(os.environ['BEGAN'])}\\n".encode())  # as one piece
 for _ in range(int(os.environ.get("STEPS", "0"))):
     phalanx.all_reduce(torch.ones(4), backend)
     time.sleep(0.1)
-os.write(1, f"sum {total[0].item()} done\n".encode())
+os.write(1, f"sum {total[0].item()} done\\n".encode())
 """
 RIGHT = "sum 2001.0 done"
 
