@@ -306,6 +306,25 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
+@contextmanager
+def decoy() -> Iterator[int]:
+    """A port where callers are heard and hung up on."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def hang_up() -> None:
+        with suppress(OSError):
+            while True:
+                with listener.accept()[0] as caller:
+                    caller.settimeout(0.1)
+                    with suppress(OSError):
+                        caller.recv(4096)
+
+    threading.Thread(target=hang_up, daemon=True).start()
+    yield int(listener.getsockname()[1])
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+
+
 def rss(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 >> 20
 
@@ -434,10 +453,11 @@ def at_random_moments(kind: str, count: int) -> int:
     """Return in how many of `count` starts nothing was taken, and the job formed in time."""
     with folder() as place:
         hired, held = Hired(), 0
-        # He takes as much of this machine's time, at a port that is nobody's.
-        hired.begin(free_port())
-        quiet = statistics.median(formed(Started(kind, place).end()[1]) for _ in range(5))
-        hired.end()
+        # He takes as much of this machine's time, at a port that is not the job's.
+        with decoy() as port:
+            hired.begin(port)
+            quiet = statistics.median(formed(Started(kind, place).end()[1]) for _ in range(5))
+            hired.end()
         for _ in range(count):
             before = listeners()
             job = Started(kind, place)
