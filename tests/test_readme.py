@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shlex
 import subprocess
@@ -129,7 +130,10 @@ def test_the_launcher_understands_the_commands_in_the_documents(
 ) -> None:
     """Each is given a script that is not there: it is read to the end, and nothing is started."""
     program = [sys.executable, "-m", "phalanx.cli", *shlex.split(command)[1:]]
-    ended = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=False)
+    environ = {**os.environ, "PHALANX_TOKEN": "a token of many letters"}
+    ended = subprocess.run(
+        program, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
+    )
     assert ended.returncode != 0
     assert "train.py" in ended.stderr
     assert "No such option" not in ended.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 from clusters import PATIENCE
@@ -18,7 +19,7 @@ from test_tcp_rendezvous import (  # noqa: F401
     works,
 )
 
-from phalanx.launch.store import connect_store, hold_store, listen_for_store
+from phalanx.launch.store import StoreServer, connect_store, listen_for_store
 
 pytestmark = needs_proc
 
@@ -73,12 +74,12 @@ def test_a_given_listener_is_closed_too(start: Start) -> None:  # noqa: F811
 def held() -> Iterator[set[tuple[str, int]]]:
     """What a launcher's store on this host listens at."""
     before = listening()
-    store = hold_store("127.0.0.1", 0, timeout=10.0)
-    client = connect_store("127.0.0.1", store.port, time.monotonic() + 10.0)
-    client.set("key", "value")
-    assert store.get("key") == b"value"
-    yield listening() - before
-    del client, store
+    with closing(StoreServer(listen_for_store("127.0.0.1", 0), b"")) as store:
+        client = connect_store(store.endpoint, "", time.monotonic() + 10.0)
+        client.set("key", "value")
+        assert client.get("key") == b"value"
+        yield listening() - before
+        client.close()
 
 
 def test_the_store_of_the_launcher_listens_on_loopback(held: set[tuple[str, int]]) -> None:

@@ -19,8 +19,6 @@ from test_tcp_rendezvous import (  # noqa: F401
 )
 
 from phalanx.errors import BackendUnavailableError, MisuseError
-from phalanx.launch.environment import World
-from phalanx.launch.init import listen
 from phalanx.launch.run import Job
 from phalanx.launch.store import listen_for_store
 from phalanx.native.base import _listen
@@ -34,13 +32,13 @@ from phalanx.transport.tcp.addresses import (
     interfaces,
     listen_as_master,
     listen_on,
+    listen_toward,
 )
 from phalanx.wire.control import Endpoint, is_loopback, parse_address
 
 LOOPBACK = next(one for one in interfaces() if one.address == "127.0.0.1")
 OTHERS = [one for one in interfaces() if not is_loopback(one.address) and ":" not in one.address]
 needs_network = pytest.mark.skipif(not OTHERS, reason="needs a network beside loopback")
-TWO_HOSTS = World(0, 2)
 
 
 @pytest.fixture(autouse=True)
@@ -220,10 +218,10 @@ def test_what_rank_0_says_of_itself_follows_both_variables(
     """By the launcher's store, by torch's, or by MPI; and what a library tells of its mesh."""
     monkeypatch.setenv("PHALANX_INTERFACE", LOOPBACK.name)
     monkeypatch.setenv("MASTER_ADDR", toward.host)
-    said, listener = listen(TWO_HOSTS, toward)
+    listener, said = listen_toward(toward, one_host=False)
     library_listener, told = _listen(None)
     with listener, library_listener:
-        for address in (parse_address(word.split()[0]) for word in (said, told.decode())):
+        for address in (said, parse_address(told.decode().split()[0])):
             assert address.host == "127.0.0.1"
             assert address.port in range_of_ports
 
@@ -253,6 +251,6 @@ def test_ranks_of_one_host_stay_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_way_to_others_rank_0_says_what_to_set() -> None:
     with pytest.raises(BackendUnavailableError) as caught:
-        listen(TWO_HOSTS, Endpoint("node1.invalid", 1))
+        listen_toward(Endpoint("node1.invalid", 1), one_host=False)
     assert "by way of 'node1.invalid'" in str(caught.value)
     assert "PHALANX_INTERFACE says which one to take" in str(caught.value)

@@ -61,7 +61,10 @@ def test_a_script_a_folder_and_a_module_can_be_run(job: Job, tmp_path: Path) -> 
     (tmp_path / "__main__.py").write_text("")
     for target, module in ((job.target, False), (str(tmp_path), False), ("json.tool", True)):
         replace(job, target=target, module=module).check()
-    replace(job, nodes=2, node_rank=1, master="node1:29500").check()
+    replace(job, nodes=2, node_rank=1, master="node1:29500", insecure=True).check()
+    replace(job, nodes=2, node_rank=1, master="127.0.0.1:29500").check()
+    with pytest.raises(MisuseError, match=r"--nnodes 2 needs a token.* phalanx token > FILE"):
+        replace(job, nodes=2, node_rank=1, master="node1:29500").check()
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,7 @@ def test_the_store_of_phalanx_run_comes_before_the_master() -> None:
     found = read_environment({**TORCHRUN, "PHALANX_STORE": "[::1]:4000"})
     assert found is not None
     assert (found.master_addr, found.master_port, found.agent_store) == ("::1", 4000, True)
+    assert found.own_store
 
 
 def test_a_world_of_one_needs_no_master() -> None:

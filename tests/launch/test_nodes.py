@@ -13,11 +13,12 @@ from typing import Any, NoReturn
 import pytest
 from ports import unused_port
 
-from phalanx.errors import BackendUnavailableError, MisuseError
-from phalanx.launch.reaper import Reaper
-from phalanx.launch.store import NodeExit, Nodes, connect_store
+from phalanx.errors import AuthenticationError, BackendUnavailableError, MisuseError
+from phalanx.launch.nodes import NodeExit, Nodes
+from phalanx.launch.store import connect_store
 
 PATIENCE = 30.0
+TOKEN = "a token of many letters"
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def join(stack: ExitStack, master: str, *ranks: int, **options: int) -> list[Nod
     """One node for each number of ranks."""
     common = {"nodes": len(ranks), "max_restarts": 0, **options}
     started = [
-        Nodes(stack.enter_context(Reaper()), node_rank=node, ranks=number, master=master, **common)
+        Nodes(node_rank=node, ranks=number, master=master, **common)
         for node, number in enumerate(ranks)
     ]
     for node in started:
@@ -71,7 +72,8 @@ def test_every_node_reads_the_same_of_every_generation(stack: ExitStack, master:
     assert nodes[0].outcome(0) is None
     nodes[0].write(NodeExit(0, failed=False))
     until(*nodes, generation=0)
-    assert nodes[0].outcome(0) == nodes[1].outcome(0) == [failure, NodeExit(0, failed=False)]
+    ended = NodeExit(0, failed=False, port=nodes[1].master_port(1))
+    assert nodes[0].outcome(0) == nodes[1].outcome(0) == [failure, ended]
     for number, node in enumerate(nodes):
         node.write(NodeExit(number, failed=False))
     until(*nodes, generation=1)
@@ -88,10 +90,9 @@ def test_a_node_that_ends_the_job_is_not_waited_for(stack: ExitStack, master: st
 
 
 def test_two_launchers_of_one_node_are_told(stack: ExitStack, master: str) -> None:
-    reaper = stack.enter_context(Reaper())
-    first = Nodes(reaper, nodes=2, ranks=1, master=master)
+    first = Nodes(nodes=2, ranks=1, master=master)
     stack.callback(first.close, PATIENCE)
-    twins = [Nodes(reaper, nodes=2, node_rank=1, ranks=1, master=master) for _ in "ab"]
+    twins = [Nodes(nodes=2, node_rank=1, ranks=1, master=master) for _ in "ab"]
     for twin in twins:
         stack.callback(twin.close, PATIENCE)
     until(first)
@@ -100,10 +101,8 @@ def test_two_launchers_of_one_node_are_told(stack: ExitStack, master: str) -> No
 
 
 def test_nodes_that_were_started_in_different_ways_are_told(stack: ExitStack, master: str) -> None:
-    reaper = stack.enter_context(Reaper())
     nodes = [
-        Nodes(reaper, nodes=2, node_rank=node, ranks=1, max_restarts=node, master=master)
-        for node in (0, 1)
+        Nodes(nodes=2, node_rank=node, ranks=1, max_restarts=node, master=master) for node in (0, 1)
     ]
     for node in nodes:
         stack.callback(node.close, PATIENCE)
@@ -118,15 +117,12 @@ def test_a_node_without_the_store_is_told(stack: ExitStack, master: str) -> None
     until(*nodes)
     nodes[0]._closing.set()
     nodes[0]._thread.join(PATIENCE)
-    with pytest.raises(BackendUnavailableError, match=r"node 0 .* does not answer any more"):
+    with pytest.raises(BackendUnavailableError, match=r"store at .* does not answer any more"):
         until(nodes[1], generation=0)
 
 
 def test_a_node_says_for_which_others_it_waits(stack: ExitStack, master: str) -> None:
-    first, second = (
-        Nodes(stack.enter_context(Reaper()), nodes=3, node_rank=node, ranks=1, master=master)
-        for node in (0, 1)
-    )
+    first, second = (Nodes(nodes=3, node_rank=node, ranks=1, master=master) for node in (0, 1))
     for node in (first, second):
         stack.callback(node.close, PATIENCE)
         stack.callback(node._closing.set)
@@ -146,9 +142,8 @@ def test_a_node_that_cannot_resolve_the_master_says_so_while_it_tries(
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    monkeypatch.setattr("phalanx.launch.store.PATIENCE", 0)  # it tries once
-    reaper = stack.enter_context(Reaper())
-    node = Nodes(reaper, nodes=2, node_rank=1, ranks=1, master="node1:29500")
+    monkeypatch.setattr("phalanx.launch.nodes.PATIENCE", 0)  # it tries once
+    node = Nodes(nodes=2, node_rank=1, ranks=1, master="node1:29500")
     stack.callback(node.close, PATIENCE)
     assert node.awaited() == (
         "node 1 of 2 waits for node 0 to meet at node1:29500, for 0 s at most; the host name "
@@ -185,8 +180,8 @@ def test_a_name_that_never_comes_is_named_by_the_node_that_has_it(
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    monkeypatch.setattr("phalanx.launch.store.PATIENCE", 0)
-    node = Nodes(stack.enter_context(Reaper()), nodes=2, ranks=1, master="train-0.train:29500")
+    monkeypatch.setattr("phalanx.launch.nodes.PATIENCE", 0)
+    node = Nodes(nodes=2, ranks=1, master="train-0.train:29500")
     stack.callback(node.close, PATIENCE)
     words = r"node 0 cannot listen at train-0\.train:29500: .*Name or service not known: give --mas"
     with pytest.raises(BackendUnavailableError, match=words):
@@ -202,7 +197,7 @@ def test_a_node_that_was_killed_comes_back_when_the_job_that_it_was_in_has_ended
     old[0].write(NodeExit(0, True, "rank 0 failed: it lost rank 1", code=1))
     while not old[0].failed(0):
         time.sleep(0.01)
-    again = Nodes(stack.enter_context(Reaper()), nodes=2, node_rank=1, ranks=1, master=master)
+    again = Nodes(nodes=2, node_rank=1, ranks=1, master=master)
     stack.callback(again.close, PATIENCE)
     while "to end" not in again.awaited():
         again.check()
@@ -210,7 +205,7 @@ def test_a_node_that_was_killed_comes_back_when_the_job_that_it_was_in_has_ended
     for node in reversed(old):
         node.close(PATIENCE)
     again.check()
-    first = Nodes(stack.enter_context(Reaper()), nodes=2, ranks=1, master=master)
+    first = Nodes(nodes=2, ranks=1, master=master)
     stack.callback(first.close, PATIENCE)
     stack.callback(lambda: [node._closing.set() for node in (first, again)])
     until(first, again)
@@ -218,16 +213,50 @@ def test_a_node_that_was_killed_comes_back_when_the_job_that_it_was_in_has_ended
 
 
 def test_one_node_has_a_store_and_agrees_with_itself(stack: ExitStack) -> None:
-    node = Nodes(stack.enter_context(Reaper()), ranks=3)
+    node = Nodes(ranks=3, token=TOKEN, job="a job")
     stack.callback(node.close, PATIENCE)
     assert node.placement == (0, 3)
     deadline = time.monotonic() + PATIENCE
-    assert connect_store(*node.endpoint, deadline).add("key", 2) == 2
+    store = connect_store(node.endpoint, TOKEN, deadline, job="a job")
+    stack.callback(store.close)
+    assert (store.add("key", 2), store.add("key", 3)) == (2, 5)
     node.check()
     node.write(NodeExit(0, failed=True))
-    assert node.outcome(0) == [NodeExit(0, failed=True)]
-    assert node._process is not None
-    node._process.kill()
-    node._process.wait()
-    with pytest.raises(BackendUnavailableError, match=r"store has ended \(killed by signal 9"):
-        node.check()
+    ended = node.outcome(0)
+    assert ended is not None
+    assert [(one.node, one.failed) for one in ended] == [(0, True)]
+
+
+def test_every_generation_has_a_port_of_its_own_for_torchs_store(
+    stack: ExitStack, master: str
+) -> None:
+    nodes = join(stack, master, 1, 1)
+    until(*nodes)
+    for generation in range(2):
+        ports = [node.master_port(generation) for node in nodes]
+        assert ports[0] == ports[1]
+        with socket.create_server(("127.0.0.1", ports[0])):  # it is free
+            for number, node in enumerate(nodes):
+                node.write(NodeExit(number, failed=False))
+            until(*nodes, generation=generation)
+        assert nodes[0].master_port(generation + 1) != ports[0]
+
+
+def test_words_of_other_nodes_do_nothing_to_a_terminal(stack: ExitStack, master: str) -> None:
+    nodes = join(stack, master, 1, 1)
+    until(*nodes)
+    nodes[1].write(NodeExit(1, True, "\x1b[31mred\x1b[2J\nand a line", final=True))
+    until(nodes[0], generation=0)
+    ended = nodes[0].outcome(0)
+    assert ended is not None
+    assert ended[0].summary == "red and a line"
+
+
+def test_a_node_without_the_token_is_told(stack: ExitStack, master: str) -> None:
+    zero = Nodes(nodes=2, ranks=1, master=master, token=TOKEN)
+    one = Nodes(nodes=2, node_rank=1, ranks=1, master=master, token=TOKEN[::-1])
+    for node in (one, zero):
+        stack.callback(node.close, PATIENCE)
+        stack.callback(node._closing.set)
+    with pytest.raises(AuthenticationError, match=r"do not hold the same token \(PHALANX_TOKEN"):
+        until(one)

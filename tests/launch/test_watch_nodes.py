@@ -15,9 +15,8 @@ import pytest
 from ports import unused_port
 
 from phalanx.errors import AuthenticationError, BackendUnavailableError
-from phalanx.launch.reaper import Reaper
+from phalanx.launch.nodes import Nodes
 from phalanx.launch.state import JobState, NodePlace, OtherNodes, RankState
-from phalanx.launch.store import Nodes
 from phalanx.launch.watch_folder import OTHERS, WatchFolder
 from phalanx.launch.watch_node import NodeWatch
 from phalanx.launch.watch_server import MOST_WATCHERS, RemoteFolder, WatchServer
@@ -34,9 +33,8 @@ class Node:
     def __init__(self, stack: ExitStack, master: str, node: int) -> None:
         self.rank = node
         self.watch = NodeWatch("train.py", node, {})
-        reaper = stack.enter_context(Reaper())
         self.nodes = Nodes(
-            reaper, ranks=1, nodes=2, node_rank=node, master=master, listen=self.watch.listen
+            ranks=1, nodes=2, node_rank=node, master=master, listen=self.watch.listen
         )
         self.watch.nodes = self.nodes
         self.folder = WatchFolder(Path(self.watch.private))

@@ -6,11 +6,18 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 from launchers import PHALANX, environ_without_launcher, hear_signals
 from ports import unused_port
+
+from phalanx.launch.nodes import NodeExit
+from phalanx.launch.store import connect_store
+from phalanx.wire.control import Endpoint
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
@@ -329,3 +336,60 @@ def test_ranks_clean_up_when_the_launcher_is_interrupted(
         left = ranks.read()  # its end is theirs
     assert finish(launcher) == ([130], [], "stopped by SIGINT\n")
     assert left == "cleaned up\n"
+
+
+LAUNCH = """
+import sys
+from phalanx.launch.run import Job, run
+code = run(Job(1, sys.argv[1], nodes=2, node_rank=int(sys.argv[2]), master=sys.argv[3]))
+assert "torch" not in sys.modules
+raise SystemExit(code)
+"""
+
+
+def test_the_launcher_does_without_torch(tmp_path: Path, environ: dict[str, str]) -> None:
+    script, master = write(tmp_path, MEET), f"127.0.0.1:{unused_port()}"
+    words = [sys.executable, "-c", LAUNCH, script]
+    codes, lines, _ = finish(*(start([*words, node, master], environ) for node in "10"))
+    assert (codes, lines) == ([0, 0], ["[rank 0] 0 of 2 got 1", "[rank 1] 1 of 2 got 0"])
+
+
+def test_no_word_of_another_makes_a_launcher_end_well_or_does_anything_to_a_terminal(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    """One that holds the token says that the job has failed with exit code 0, in colours."""
+    script = write(
+        tmp_path,
+        "import os, time\n"
+        "if os.environ['RANK'] == '1': print('ready', flush=True)\n"
+        "time.sleep(60)\n",
+    )
+    token, port = "a token of many letters", unused_port()
+    words = [*PHALANX, "run", "--nnodes", "2", "--master", f"127.0.0.1:{port}"]
+    environ["PHALANX_TOKEN"] = token
+    one, zero = (start([*words, "--node-rank", node, script], environ) for node in "10")
+    assert one.stdout is not None
+    assert one.stdout.readline() == "[rank 1] ready\n"
+    place, deadline = Endpoint("127.0.0.1", port), time.monotonic() + 20
+    with closing(connect_store(place, token, deadline, job="phalanx")) as store:
+        said = NodeExit(1, True, "\x1b[31mred\x1b]0;title\x07", code=0, final=True)
+        store.add("phalanx/log/0", 1)
+        store.set("phalanx/log/0/1", msgspec.json.encode(said))
+        codes, lines, errors = finish(one, zero)
+    assert (codes, lines) == ([1, 1], [])
+    assert "red" in errors
+    assert "\x1b" not in errors
+
+
+def test_nodes_with_different_tokens_do_not_meet(tmp_path: Path, environ: dict[str, str]) -> None:
+    script, port = write(tmp_path, "pass"), unused_port()
+    words = [*PHALANX, "run", "--nnodes", "2", "--master", f"127.0.0.1:{port}"]
+    zero, one = (
+        start([*words, "--node-rank", node, script], {**environ, "PHALANX_TOKEN": node * 32})
+        for node in "01"
+    )
+    codes, lines, errors = finish(one)
+    zero.send_signal(signal.SIGTERM)
+    assert finish(zero)[0] == [143]
+    assert (codes, lines) == ([2], [])
+    assert "do not hold the same token (PHALANX_TOKEN, on all or none)" in errors

@@ -133,7 +133,7 @@ def test_each_host_shows_all_ranks_and_names_the_one_that_is_cut_off(tmp_path: P
     with ExitStack() as stack:
         network = stack.enter_context(Network(2))
         master = f"{network.address(0)}:{unused_port()}"
-        common = ["-n", "1", "--nnodes", "2", "--master", master]
+        common = ["--insecure", "-n", "1", "--nnodes", "2", "--master", master]
         hosts = [["ip", "netns", "exec", network.host(node)] for node in (0, 1)]
         launches = [
             stack.enter_context(

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
+import stat
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +21,7 @@ import typer
 
 from phalanx.cli import bench, kubernetes, slurm, watch
 from phalanx.cli.checkpoint import checkpoint_app
+from phalanx.errors import MisuseError
 from phalanx.launch.kubernetes import read_pod
 from phalanx.launch.run import Job, run
 
@@ -133,6 +137,14 @@ def run_command(
             "if unset, follows.",
         ),
     ] = "",
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure",
+            help="Run on several hosts without a token: everybody who reaches them can read what "
+            "ranks send, join the job, and end it.",
+        ),
+    ] = False,
 ) -> None:
     """Run a Python script on several ranks, on one host or on many.
 
@@ -144,7 +156,11 @@ def run_command(
 
         phalanx run -n 4 train.py --lr 0.1
 
-    Two hosts, the same on both but for the node rank:
+    Two hosts, the same on both but for the node rank, with a token that both have:
+
+        phalanx token > job.token
+
+        export PHALANX_TOKEN_FILE=job.token
 
         phalanx run -n 4 --nnodes 2 --node-rank 0 --master node1:29500 train.py
 
@@ -164,8 +180,30 @@ def run_command(
         max_restarts,
         grace,
         bind,
+        insecure,
     )
     raise typer.Exit(run(job))
+
+
+@app.command("token")
+def token_command() -> None:
+    """Make a token, by which the hosts of a job know each other, and print it.
+
+        phalanx token > job.token
+
+    Copy the file to every host, and set PHALANX_TOKEN_FILE=job.token there. Only its owner can read
+    the file: its mode becomes 0600, whatever the shell has made it with, before the token is in it.
+    """
+    output = os.fstat(sys.stdout.fileno())
+    if stat.S_ISREG(output.st_mode):
+        try:
+            os.fchmod(sys.stdout.fileno(), 0o600)
+        except OSError as error:
+            raise MisuseError(
+                f"phalanx token: the file cannot be closed to others ({error.strerror}): write to "
+                "one that is yours"
+            ) from error
+    typer.echo(secrets.token_hex(32))
 
 
 @app.command("trace")

@@ -7,9 +7,9 @@
                                            training function, training function
                                            phalanx.init() <---> phalanx.init()
 
-The ranks meet through the store, as they do under `phalanx run` and `torchrun`. Ray starts a fresh
-process for each worker, also after a failure, and when it changes their number: all of this is
-done anew then.
+The ranks meet through the store, torch's, as they do under `torchrun`; the token seals what they
+put there. Ray starts a fresh process for each worker, also after a failure, and when it changes
+their number: all of this is done anew then.
 
 `TorchTrainer(torch_config=TorchConfig(backend="phalanx"))` needs nothing from here.
 """
@@ -21,10 +21,9 @@ import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from phalanx.launch.environment import STORE_VARIABLE
-from phalanx.launch.store import hold_store
+from phalanx.launch.store import listen_for_store
 from phalanx.wire.control import Endpoint
 
 try:
@@ -35,9 +34,6 @@ except ImportError as error:
     raise ImportError(
         f"phalanx.integrations.ray needs Ray Train ({error}): pip install 'phalanx[ray]'"
     ) from error
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
 
 
 class PhalanxConfig(BackendConfig):  # type: ignore[misc] # mypy is run without Ray
@@ -72,7 +68,6 @@ class PhalanxTrainBackend(TrainBackend):  # type: ignore[misc]
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": secrets.token_hex(8),
-            STORE_VARIABLE: str(Endpoint(host, port)),
             "PHALANX_TOKEN": secrets.token_hex(32),
         }
         ray.get(
@@ -121,6 +116,10 @@ def _hold(*, one_node: bool) -> tuple[str, int]:
 
 
 @cache
-def _store(host: str) -> TCPStore:
+def _store(host: str) -> Any:
     """The store of this process, which holds it until it ends."""
-    return hold_store(host, 0, timeout=60.0)
+    from phalanx.native.torch_formation import store_at  # noqa: PLC0415 -- torch comes with it
+
+    listener = listen_for_store(host, 0)
+    place = str(Endpoint(host, listener.getsockname()[1]))
+    return store_at(0, 2, place, 60.0, listener)

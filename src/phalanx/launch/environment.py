@@ -45,7 +45,7 @@ class World:
     master_addr: str = ""
     master_port: int = 0  # 0: not said. Under mpirun the ranks can meet through MPI then
     restart_count: int = 0
-    # The launcher holds a TCPStore at `master_addr:master_port`; else rank 0 may listen there.
+    # The launcher holds a store at `master_addr:master_port`; else rank 0 may listen there.
     agent_store: bool = False
     source: Source = "environment"
     run_id: str = ""
@@ -53,6 +53,7 @@ class World:
     token: str | None = field(default=None, repr=False)  # None: the environment's, if there is one
     # Rank 0's, already listening at `address`; None: the backend listens there itself.
     listener: socket.socket | None = None
+    own_store: bool = False  # the launcher's store is ours (store.py), and not torch's
     nccl: bool = False  # the ranks know that each of them has a GPU of its own, and NCCL
 
     @property
@@ -115,6 +116,7 @@ def read_environment(environ: Mapping[str, str]) -> World | None:
             default=0,
         ),
         agent_store=agent_store,
+        own_store=STORE_VARIABLE in environ,
         source="torchrun" if elastic else launcher.source,
         run_id=slurm.step_name(environ)
         if launcher is _SLURM

@@ -4,16 +4,17 @@ How the ranks of a job learn where rank 0 listens:
 
     the launcher holds a store            no store
     ------------------------------        -----------------------------------------
-    rank 0 listens on a free port,        rank 0 listens at MASTER_ADDR:MASTER_PORT,
-    publishes address and token;          where the others know to find it; under
-    the others wait for them              mpirun, without a port, MPI broadcasts them;
-                                          under srun a file brings the token (slurm.py)
+    `phalanx run`: ours, behind a         rank 0 listens at MASTER_ADDR:MASTER_PORT,
+    door (store.py); torchrun: torch's.   where the others know to find it; under
+    There all ranks say that they are     mpirun, without a port, MPI broadcasts that;
+    here, and rank 0 where it listens     under srun a file brings the token (slurm.py)
+    (native/meeting.py)
 
-"auto" is NCCL where each rank has a GPU of its own: if rank 0 has one, its word in the store says
-so, and then all ranks compare. Without a GPU on rank 0 that costs nothing.
+A token comes from the environment. Only where there is none it may come with rank 0's address: from
+MPI, or from torch's store where PHALANX_TRUST_STORE=1 says so.
 
-Keys of the store carry the job and its restart, so that nobody finds a rank of a dead generation,
-and how many rendezvous this rank has been at, so that a script may leave a world and enter another.
+"auto" is NCCL where each rank has a GPU of its own: each says whether it has, and rank 0 whether
+all have.
 """
 
 from __future__ import annotations
@@ -27,25 +28,38 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from phalanx.core.recorder import LOG_VARIABLE
-from phalanx.errors import BackendUnavailableError, CollectiveTimeoutError
+from phalanx.errors import (
+    AuthenticationError,
+    BackendUnavailableError,
+    CollectiveTimeoutError,
+    DistributedError,
+)
 from phalanx.launch import metrics, slurm
 from phalanx.launch.environment import World, read_environment
 from phalanx.launch.publish import publish
-from phalanx.launch.store import connect_store, tries
+from phalanx.launch.store import connect_store
+from phalanx.native.meeting import (
+    Meeting,
+    MeetingAnswer,
+    Trust,
+    Words,
+    tries,
+    trust_in_torchs_store,
+)
 from phalanx.native.mpi import duplicate, import_mpi
 from phalanx.native.mpi_library import wait_until
 from phalanx.transport.backends import MeshBackend
 from phalanx.transport.tcp.addresses import ELSEWHERE, address_toward, listen_toward, resolve
+from phalanx.transport.tcp.admission import find_token
 from phalanx.wire.control import Endpoint
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
-
     from phalanx.core.backend import Backend
 
 log = logging.getLogger("phalanx")
@@ -109,20 +123,20 @@ def why_not_nccl(local_rank: int) -> str:
 
 
 def rendezvous(world: World, *, timeout: float, own_gpu: bool = False) -> World:
-    """Return `world` with where rank 0 listens; blocks until rank 0 has published it, if it must.
+    """Return `world` with where rank 0 listens; blocks until all ranks have come.
 
     own_gpu   whether this rank would use NCCL, if all others do; goes for nothing without a store
 
-    `CollectiveTimeoutError` when rank 0 says nothing in `timeout` seconds, and
-    `BackendUnavailableError` when the launcher's store cannot be reached.
+    `CollectiveTimeoutError` when ranks do not come in `timeout` seconds, and
+    `BackendUnavailableError` when the launcher's store cannot be reached. `AuthenticationError` if
+    that is torch's, and the ranks are on several hosts and have no token.
     """
     if world.world_size == 1:
         return world
-    listener: socket.socket | None = None
-    nccl = False
     if world.agent_store:
-        message, listener, nccl = _rendezvous_at_store(world, timeout, own_gpu)
-    elif world.master_port:
+        return _rendezvous_at_store(world, timeout, own_gpu)
+    listener: socket.socket | None = None
+    if world.master_port:
         endpoint = Endpoint(world.master_addr, world.master_port)
         if world.source == "slurm" and not world.one_host:
             slurm.check_first_node(os.environ, world.rank, endpoint)
@@ -132,80 +146,77 @@ def rendezvous(world: World, *, timeout: float, own_gpu: bool = False) -> World:
     else:
         message, listener = _rendezvous_over_mpi(world, timeout)
     address, _, token = message.partition(" ")
-    return replace(world, address=address, token=token or None, listener=listener, nccl=nccl)
+    token = "" if find_token() else token  # what comes never takes the place of what was given
+    return replace(world, address=address, token=token or None, listener=listener)
 
 
-def _rendezvous_at_store(
-    world: World, timeout: float, own_gpu: bool
-) -> tuple[str, socket.socket | None, bool]:
+def _rendezvous_at_store(world: World, timeout: float, own_gpu: bool) -> World:
     deadline = time.monotonic() + timeout
     endpoint = Endpoint(world.master_addr, world.master_port)
+    trust: Trust = "door" if world.own_store else trust_in_torchs_store()
     try:
-        store = connect_store(*endpoint, deadline)
+        store = (
+            connect_store(endpoint, find_token(), deadline, job=world.run_id)
+            if world.own_store
+            else connect_torchs_store(endpoint, deadline)
+        )
     except (OSError, RuntimeError) as error:
+        if isinstance(error, AuthenticationError):
+            raise AuthenticationError(f"rank {world.rank}: {error}", rank=world.rank) from error
         resolve(endpoint)  # which says it, if that is why
         raise BackendUnavailableError(
             f"rank {world.rank} cannot reach the launcher's store at {endpoint} ({error}): is the "
             "launcher running, and may this host connect to it?",
             rank=world.rank,
         ) from error
-    prefix = f"phalanx/{world.run_id}/{world.restart_count}"
-    count = store.add(f"{prefix}/count/{world.rank}", 1)
-    key = f"{prefix}/rendezvous/{count}"
-    if world.rank == 0:
-        message, listener = listen(world, endpoint)
-        message += _HAS_GPU if own_gpu else ""
-        store.set(key, message)
-    else:
-        message, listener = _hear(world, store, key, deadline, timeout), None
-    nccl = False
-    if message.endswith(_HAS_GPU):
+    words = Words(store, (world.run_id, world.restart_count, "init"), trust)
+    meeting = Meeting(words, world.rank, world.world_size, timeout, "init", gpu=own_gpu)
+    meeting.deadline = deadline
+    try:
+        answer, listener = meet(meeting, endpoint)
+    finally:
+        if world.own_store:
+            store.close()
+    return replace(
+        world,
+        address=answer.address,
+        token=answer.token or None,
+        listener=listener,
+        nccl=answer.gpu,
+    )
+
+
+def meet(meeting: Meeting, toward: Endpoint) -> tuple[MeetingAnswer, socket.socket | None]:
+    """Return what rank 0 has told, and on rank 0 its listener. Raises as `Meeting` does."""
+    one_host = meeting.come()
+    if meeting.rank:
+        return meeting.tell(), None
+    try:
+        listener, address = listen_toward(toward, one_host=one_host)
+    except DistributedError as error:
+        meeting.fail(error)
+        raise
+    try:
+        return meeting.tell(str(address), secrets.token_hex(32)), listener
+    except BaseException:
+        listener.close()
+        raise
+
+
+def connect_torchs_store(endpoint: Endpoint, deadline: float) -> Any:
+    """Return the TCPStore that torchrun holds there; tries again until `deadline`."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined] # noqa: PLC0415
+
+    failure: Exception = TimeoutError()
+    for left in tries(deadline):
         try:
-            nccl = _all_have_gpus(world, store, f"{key}/gpus", deadline, timeout, own_gpu)
-        except BaseException:
-            if listener is not None:
-                listener.close()
-            raise
-    return message.removesuffix(_HAS_GPU), listener, nccl
-
-
-def _hear(world: World, store: TCPStore, key: str, deadline: float, timeout: float) -> str:
-    """Return what rank 0 has published."""
-    for _ in tries(deadline):
-        if store.check([key]):
-            return str(store.get(key).decode())
-    raise CollectiveTimeoutError(
-        f"rank {world.rank} waited {timeout:g} s for rank 0 to say where it listens "
-        f"({key} in the launcher's store): has rank 0 called phalanx.init() as often as "
-        f"this rank, and is every host at restart {world.restart_count}?",
-        rank=world.rank,
-        peer=0,
-        op="init",
-        seconds=timeout,
-    )
-
-
-_HAS_GPU = " gpu"  # the end of rank 0's word, if it would use NCCL
-_WITHOUT = 1 << 32  # what a rank that would not adds to the count of those that have come
-
-
-def _all_have_gpus(
-    world: World, store: TCPStore, key: str, deadline: float, timeout: float, own_gpu: bool
-) -> bool:
-    """Return whether every rank would use NCCL; blocks until all have said so, or not."""
-    count = store.add(key, 1 if own_gpu else 1 + _WITHOUT)
-    for _ in tries(deadline):
-        if count % _WITHOUT == world.world_size:
-            return bool(count < _WITHOUT)
-        count = store.add(key, 0)
-    raise CollectiveTimeoutError(
-        f"rank {world.rank} waited {timeout:g} s for {world.world_size - count % _WITHOUT} of "
-        f"{world.world_size} ranks to say whether they have a GPU ({key} in the launcher's store): "
-        "have they called phalanx.init() as often as this rank?",
-        rank=world.rank,
-        op="init",
-        seconds=timeout,
-    )
+            # A plain socket says soon and in words what the store's own client says at length.
+            socket.create_connection(endpoint, left).close()
+            seconds = timedelta(seconds=max(left, 1.0))
+            return TCPStore(*endpoint, is_master=False, timeout=seconds, wait_for_workers=False)
+        except (OSError, RuntimeError) as error:
+            failure = error
+    raise failure
 
 
 _LONGEST = 512  # bytes of what MPI broadcasts
@@ -226,7 +237,9 @@ def _rendezvous_over_mpi(world: World, timeout: float) -> tuple[str, socket.sock
     listener: socket.socket | None = None
     if world.rank == 0:
         toward = Endpoint(world.master_addr, 0) if world.master_addr else ELSEWHERE
-        message, listener = listen(world, toward)
+        listener, address = listen_toward(toward, one_host=world.one_host)
+        # Whoever set a token gave it to every rank: no message need carry it.
+        message = f"{address} {'' if find_token() else secrets.token_hex(32)}"
     try:
         comm = duplicate(mpi.COMM_WORLD, timeout)
         block = bytearray(message.encode().ljust(_LONGEST, b"\0"))
@@ -244,14 +257,6 @@ def _rendezvous_over_mpi(world: World, timeout: float) -> tuple[str, socket.sock
             listener.close()
         raise
     return block.rstrip(b"\0").decode(), listener
-
-
-def listen(world: World, toward: Endpoint) -> tuple[str, socket.socket]:
-    """For rank 0: where it listens, with a token for those who were given none; the listener."""
-    listener, address = listen_toward(toward, one_host=world.one_host)
-    # Whoever set a token gave it to every rank: the store, which anyone may ask, need not see it.
-    given = os.environ.get("PHALANX_TOKEN") or os.environ.get("PHALANX_TOKEN_FILE")
-    return f"{address} {'' if given else secrets.token_hex(32)}", listener
 
 
 # ------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ All ranks of one start are a generation. When a rank has failed all are stopped,
 notice (`phalanx.Notice`), are not started again here: that is for who has started the launcher.
 
 On one host everything stays on it: the store at which the ranks have their rendezvous listens on
-loopback, and the job's token is fresh. On several, node 0 holds the store at --master (store.py),
-and rank 0 shares a token there; PHALANX_TOKEN or PHALANX_TOKEN_FILE, set on every host, keeps it
-out of the network.
+loopback, and the job's token is fresh. On several, node 0 holds the store at --master (nodes.py),
+and PHALANX_TOKEN or PHALANX_TOKEN_FILE has to be set on every host: who has it may join, and nobody
+else. With --insecure the token is one that everybody knows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import math
 import os
 import secrets
 import signal
-import socket
 import sys
 import threading
 import time
@@ -37,16 +36,16 @@ from phalanx.errors import InvalidRankError, InvalidWorldSizeError, MisuseError
 from phalanx.launch import metrics
 from phalanx.launch.binding import Processors, bind, threads_per_rank
 from phalanx.launch.environment import STORE_VARIABLE
+from phalanx.launch.nodes import NodeExit, Nodes
 from phalanx.launch.output import RankPipes
 from phalanx.launch.reaper import GRACE, Reaper
 from phalanx.launch.report import AGAIN, RankExit, print_failure, print_restart, root_cause
-from phalanx.launch.store import NodeExit, Nodes
 from phalanx.launch.supervisor import Supervisor, open_standard_streams
 from phalanx.launch.watch_node import NodeWatch
 from phalanx.launch.worker import RUN_SCRIPT
 from phalanx.transport.tcp.addresses import check_listening
 from phalanx.transport.tcp.admission import find_token
-from phalanx.wire.control import parse_address
+from phalanx.wire.control import is_loopback, parse_address
 
 _POLL = 0.1
 _SILENCE = 10.0  # seconds of waiting for other nodes before the launcher says so
@@ -54,6 +53,10 @@ _SILENCE = 10.0  # seconds of waiting for other nodes before the launcher says s
 _LAST_CALL, _LAST_WORDS = 1.0, 6.0
 # Seconds that ranks have after SIGTERM, to save a checkpoint, if the job does not say: as torchrun.
 _TIME_TO_SAVE = 30.0
+
+
+# The token of jobs that are started with --insecure: the same for all, so that their hosts meet.
+_KNOWN_TO_ALL = "everybody knows this token: --insecure"
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class Job:
     # Seconds that ranks have after a signal; None: 30 after SIGTERM, and else `GRACE`.
     grace: float | None = None
     bind: str = ""  # to which cores ranks are bound: one of `binding.WAYS`
+    insecure: bool = False  # whether a job on several hosts may run without a token
 
     def check(self) -> None:
         """Raise what is wrong: `InvalidWorldSizeError`, `InvalidRankError` or `MisuseError`."""
@@ -97,6 +101,14 @@ class Job:
                 parse_address(self.master).host.encode("idna")  # as names are looked up
             except ValueError as error:
                 raise MisuseError(f"--master {self.master}: {error}") from None
+        host = parse_address(self.master).host if self.nodes > 1 else ""
+        if self.nodes > 1 and not (self.token() or is_loopback(host)):
+            raise MisuseError(
+                f"--nnodes {self.nodes} needs a token, by which the hosts of the job know each "
+                "other: make one with phalanx token > FILE, copy that to every host, and set "
+                "PHALANX_TOKEN_FILE=FILE there; or start all with --insecure, if everybody who "
+                "reaches these hosts may read, join and end the job"
+            )
         metrics.wanted(os.environ)
         path, top = Path(self.target), self.target.partition(".")[0]
         if self.module:
@@ -110,6 +122,15 @@ class Job:
             raise MisuseError(f"the script {self.target} is {what} (in {Path.cwd()}){hint}")
         check_listening(self.ranks)
         self.processors()
+
+    def token(self) -> str:
+        """Return the job's token: that of the environment, or a fresh one for a job on one host.
+
+        "" where all launchers are on one host, by a loopback address: then only it is let in.
+        """
+        if self.nodes == 1:
+            return find_token() or secrets.token_hex(32)
+        return find_token() or (_KNOWN_TO_ALL if self.insecure else "")
 
     def processors(self) -> list[Processors]:
         """Return those on which each rank of this host runs; empty ones for all. See `check`."""
@@ -132,6 +153,11 @@ def run(job: Job) -> int:
     open_standard_streams()
     with Signals() as signals:
         job.check()
+        if job.insecure and job.nodes > 1 and not find_token():
+            sys.stderr.write(
+                "phalanx: --insecure: everybody who reaches these hosts can read what the ranks "
+                "send, join the job as a rank, and end it\n"
+            )
         watch = NodeWatch(" ".join([job.target, *job.args]), job.node_rank, os.environ)
         with Reaper(watch.private) as reaper:
             launch = _Launch(job, reaper, signals, watch)
@@ -158,15 +184,16 @@ class _Launch:
         self._reaper = reaper
         self._signals = signals
         self._processors = job.processors()
-        self._fresh_token = "" if find_token() or job.nodes > 1 else secrets.token_hex(32)
+        self._token = job.token()
         self._run_id = secrets.token_hex(8) if job.nodes == 1 else "phalanx"
         self._generation = 0
         self._last_call = math.inf
         self._shown = True
         self._how = ""  # the job has ended, in words
         self._nodes = Nodes(
-            reaper,
             ranks=job.ranks,
+            token=self._token,
+            job=self._run_id,
             nodes=job.nodes,
             node_rank=job.node_rank,
             max_restarts=job.max_restarts,
@@ -188,10 +215,12 @@ class _Launch:
             exits = self._run_generation(*self._nodes.placement)
             while (outcome := self._nodes.outcome(self._generation)) is None:
                 self._wait()
-            failed = [node for node in outcome if node.failed]
+            # Whatever is in the log: what this node's own ranks did counts here.
+            own = NodeExit.of_ranks(job.node_rank, exits)
+            failed = [node for node in (*outcome, own) if node.failed]
             self._how = "it has ended well"
             if not failed:
-                code = max(node.code for node in outcome)
+                code = AGAIN if any(node.code == AGAIN for node in (*outcome, own)) else 0
                 if code == AGAIN:
                     self._how = f"the ranks have left (exit code {AGAIN}): start the job again"
                     sys.stderr.write(
@@ -205,7 +234,7 @@ class _Launch:
                 elsewhere = f"the first failure was on another node, {root.node}: {root.summary}"
             if any(node.final for node in failed) or self._generation == job.max_restarts:
                 print_failure(exits, elsewhere)
-                return root.code
+                return root.code if 0 < root.code < 256 else 1
             self._generation += 1
             restart = f"restarting all ranks ({self._generation} of {job.max_restarts})"
             print_restart(exits, elsewhere, restart)
@@ -302,11 +331,7 @@ class _Launch:
 
     def _environment(self, world_size: int) -> dict[str, str]:
         """Return what all ranks of this host find in their environment: as under `torchrun`."""
-        job, one_host, endpoint = self._job, self._job.nodes == 1, self._nodes.endpoint
-        port = endpoint.port
-        if one_host:  # a free one, for groups that torch forms
-            with socket.create_server(("127.0.0.1", 0)) as listener:
-                port = listener.getsockname()[1]
+        job, endpoint = self._job, self._nodes.endpoint
         environ = {
             "OMP_NUM_THREADS": str(self._threads()),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
@@ -318,21 +343,19 @@ class _Launch:
             "GROUP_RANK": str(job.node_rank),
             "GROUP_WORLD_SIZE": str(job.nodes),
             "MASTER_ADDR": endpoint.host,
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(self._nodes.master_port(self._generation)),
             "TORCHELASTIC_RESTART_COUNT": str(self._generation),
             "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
             "TORCHELASTIC_RUN_ID": self._run_id,
-            # On one host torch's own groups have a store of their own, anew after a restart.
-            "TORCHELASTIC_USE_AGENT_STORE": str(not one_host),
+            # Torch's own groups have a store of their own there, anew after a restart.
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            STORE_VARIABLE: str(endpoint),
             "PYTHONUNBUFFERED": "1",
         }
-        for name in (STORE_VARIABLE, "TORCHELASTIC_ERROR_FILE"):  # of a launcher above this one
-            environ.pop(name, None)
-        if one_host:
-            environ[STORE_VARIABLE] = str(endpoint)
+        environ.pop("TORCHELASTIC_ERROR_FILE", None)  # of a launcher above this one
         environ |= self._watch.environment()
-        if self._fresh_token:
-            environ["PHALANX_TOKEN"] = self._fresh_token
+        if self._token and not find_token():
+            environ["PHALANX_TOKEN"] = self._token
         return environ
 
 

@@ -1,78 +1,344 @@
-"""The launcher's store: the small table through which ranks find each other (torch's TCPStore).
+"""The launcher's store: the small table through which launchers and ranks find each other.
 
-What the nodes of a job tell each other goes through it, too; the launcher of node 0 holds it:
+    client                                       server: a thread of node 0's launcher
+      | HELLO ... WELCOME (wire/handshake.py)       both prove that they hold the job's token
+      | ["set", "phalanx/node/1", ...]  ---->       a request: a MessagePack array behind its length
+      | <----------------  ["", None, 0]            one reply to each: an error in words, a value,
+      |                                             a number
 
-    node 0                                     node 1
-    holds the store (--master) <-------------- connects to it
-    joins: "node 0 has 4 ranks"                joins: "node 1 has 4 ranks"
-        \\------------- every node knows its ranks and the world size ------------/
-    ranks of generation 0                      ranks of generation 0
-    log of generation 0: "node 1: rank 5 failed (...)"   <---- a rank fails here
-    stops its ranks                            stops its ranks
-    log of generation 0: "node 0: stopped"
-        \\------- all nodes have written: the same log, the same decision --------/
-    ranks of generation 1, or the end          ranks of generation 1, or the end
-
-Every node writes one entry a generation: how it ended there. When somebody watches the job on a
-node, that one leaves word of it; then all write where they can be watched (watch_node.py).
-
-Calls of torch's store wait without hearing signals. So a thread makes them, while the launcher
-watches its ranks. A job of one node needs the store for its ranks alone, and agrees with itself.
+Callers are let in by the rules of an `Acceptor`. A client that is in is bounded in its keys, values
+and number, and all of them in memory; one that is beyond a bound is told so in words, and the
+others go on. While a client does not take its reply, its next request is not read. Whatever comes
+is data: nothing is unpickled, and an announced length is compared before anything is read.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
-import math
-import os
-import secrets
 import socket
-import subprocess
-import sys
+import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from types import MappingProxyType
+from typing import Annotated, Literal
 
 import msgspec
 
-from phalanx.errors import BackendUnavailableError, DistributedError, MisuseError
-from phalanx.launch.reaper import Reaper, die_with_parent
-from phalanx.launch.report import (
-    AGAIN,
-    RankExit,
-    describe_exit_code,
-    describe_failure,
-    root_cause,
-)
-from phalanx.launch.state import NodePlace, OtherNodes
-from phalanx.launch.watch_server import token_between_nodes
+from phalanx.errors import AuthenticationError, BackendUnavailableError, DistributedError, plain
+from phalanx.native.meeting import tries
 from phalanx.transport.tcp.addresses import address_on_interface
-from phalanx.wire.control import Endpoint, is_loopback, parse_address
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
+from phalanx.transport.tcp.admission import Acceptor, speak
+from phalanx.transport.tcp.loop import LONGEST_SLEEP, READ, WRITE, Reactor
+from phalanx.transport.tcp.tls import Tls
+from phalanx.wire.control import Endpoint, is_loopback
+from phalanx.wire.handshake import DialerHandshake, Identity, Refused
 
 log = logging.getLogger("phalanx")
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1  # seconds between two tries
+MOST_KEY = 256  # characters
+MOST_VALUE = 1 << 16  # bytes
+MOST_KEYS = 1 << 18
+MOST_MEMORY = 64 << 20  # bytes of keys and values, with `_OVERHEAD` for each
+MOST_CLIENTS = 1 << 12  # at a time: a rank is one for a moment, when it meets the others
+_OVERHEAD = 200
+_LONGEST = 2 * MOST_VALUE + 4 * MOST_KEY + 64  # bytes of a message
+_AT_A_TIME = 64  # requests of one client before the others have a turn
+_CALLERS = 1024  # places for callers that have not proved themselves yet
+_PATIENCE = 60.0  # seconds for a reply
+_FIRST_WAIT, _LAST_WAIT = 1.0, 8.0  # seconds for the answer to a call; then another one is made
+_FULL = "clients are there already: try again when one of them has left"
+
+_HEAD = struct.Struct("<I")
+_Key = Annotated[str, msgspec.Meta(max_length=MOST_KEY)]
+_Value = Annotated[bytes, msgspec.Meta(max_length=MOST_VALUE)]
 
 
-def tries(deadline: float) -> Iterator[float]:
-    """Yield the seconds left until `deadline` (of the monotonic clock), for each try until then.
+class StoreRequest(msgspec.Struct, array_like=True, frozen=True):
+    """What a client asks for.
 
-    The pauses between them become longer. What another process has to do first is tried in this
-    way, because a wait inside torch's store hears no signal.
+    get          the value of `key`, or None
+    set          `key` has `value`
+    check        whether `key` has a value: 1 or 0
+    add          the number at `key`, from 0, with `number` added
+    compare_set  `key` has `value` if it had `expected`, or nothing and `expected` is empty; the
+                 value that it has now
+    wait         the value of `key`, as soon as it has one; the next request, of any kind, ends it
+    end          nothing: there is no reply. It ends a `wait`
+    delete       the number of keys that began with `key`, and are no more
     """
-    pause = _FIRST_PAUSE
-    while True:
-        yield max(deadline - time.monotonic(), pause)
-        if time.monotonic() + pause > deadline:
+
+    op: Literal["get", "set", "check", "add", "compare_set", "wait", "end", "delete"]
+    key: _Key = ""
+    value: _Value = b""
+    expected: _Value = b""
+    number: int = 0
+
+
+class StoreReply(msgspec.Struct, array_like=True, frozen=True):
+    """The answer to a request; `error` is "" where there is none."""
+
+    error: str = ""
+    value: bytes | None = None
+    number: int = 0
+
+
+def _identity(job: str, rank: int) -> Identity:
+    return Identity(f"phalanx store {job}", 0, rank, 2)
+
+
+def _pack(message: StoreRequest | StoreReply) -> bytes:
+    content = msgspec.msgpack.encode(message)
+    return _HEAD.pack(len(content)) + content
+
+
+def _length(received: bytearray) -> int:
+    """Return how many bytes the message has that begins here; 0 where its head has not come."""
+    return _HEAD.unpack_from(received)[0] if len(received) >= _HEAD.size else 0
+
+
+# ------------------------------------------------------------------------------
+# The server.
+
+
+class StoreServer:
+    """A store that this process holds, in a thread, until `close()` (a `Door`).
+
+    listener   where clients call; the server's from now on
+    token      that they have to hold; b"": only this host is let in
+    problem    what has ended the thread, if anything has
+    """
+
+    label, callers = "the launcher's store", _CALLERS
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        token: bytes,
+        *,
+        job: str = "",
+        most_clients: int = MOST_CLIENTS,
+        most_keys: int = MOST_KEYS,
+        most_memory: int = MOST_MEMORY,
+    ) -> None:
+        self.token = token
+        self.tls = Tls(token)
+        self.identity = _identity(job, 0)
+        self.reactor = Reactor()
+        self.lock = threading.RLock()
+        self.endpoint = Endpoint(*listener.getsockname()[:2])
+        self.problem: Exception | None = None
+        self.memory = 0
+        self.clients: set[_Client] = set()
+        self.waiting: dict[str, set[_Client]] = {}
+        self._values: dict[str, bytes] = {}
+        self._most = most_clients, most_keys, most_memory
+        self._acceptor = Acceptor(self, listener)
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="phalanx store", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Hang up, and hold the store no more."""
+        with self.lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._acceptor.close()
+            for client in list(self.clients):
+                client.close()
+            self.reactor.wake()
+        self._thread.join()
+        self.reactor.close()
+
+    def admit(self, peer: int) -> str | None:
+        """Return why one who holds the token is turned away all the same, or None."""
+        most = self._most[0]
+        return f"{most} {_FULL}" if len(self.clients) >= most else None
+
+    def link_opened(self, peer: int, sock: socket.socket, surplus: bytes) -> None:
+        """Serve a client that is in."""
+        _Client(self, sock, surplus)
+
+    def answer(self, request: StoreRequest) -> StoreReply:
+        """Return the reply to a request; with the lock held."""
+        return _OPERATIONS[request.op](self, request)
+
+    def _get(self, request: StoreRequest) -> StoreReply:
+        return StoreReply(value=self._values.get(request.key))
+
+    def _check(self, request: StoreRequest) -> StoreReply:
+        return StoreReply(number=int(request.key in self._values))
+
+    def _set(self, request: StoreRequest) -> StoreReply:
+        return self._put(request.key, request.value) or StoreReply()
+
+    def _compare_set(self, request: StoreRequest) -> StoreReply:
+        now = self._values.get(request.key)
+        if now == request.expected or (now is None and not request.expected):
+            return self._put(request.key, request.value) or StoreReply(value=request.value)
+        return StoreReply(value=request.expected if now is None else now)
+
+    def _add(self, request: StoreRequest) -> StoreReply:
+        try:
+            number = int(self._values.get(request.key, b"0")) + request.number
+        except ValueError:
+            return StoreReply(f"{request.key}: its value is no number, to which one could add")
+        if abs(number) >= 1 << 63:
+            return StoreReply(f"{request.key}: a number of more than 63 bits")
+        return self._put(request.key, b"%d" % number) or StoreReply(number=number)
+
+    def _delete(self, request: StoreRequest) -> StoreReply:
+        gone = [key for key in self._values if key.startswith(request.key)]
+        for key in gone:
+            self.memory -= _size(key, self._values.pop(key))
+        return StoreReply(number=len(gone))
+
+    def _put(self, key: str, value: bytes) -> StoreReply | None:
+        """Set a value, and answer who waits for it; return why there is no room, or None."""
+        _, most_keys, most_memory = self._most
+        old = self._values.get(key)
+        memory = self.memory + _size(key, value) - (0 if old is None else _size(key, old))
+        if old is None and len(self._values) >= most_keys:
+            return StoreReply(f"{key}: the store is full, it has {most_keys} keys")
+        if memory > most_memory:
+            return StoreReply(f"{key}: the store is full, it has {most_memory} bytes")
+        self.memory = memory
+        self._values[key] = value
+        for client in self.waiting.pop(key, ()):
+            client.awaits = None
+            client.reply(StoreReply(value=value))
+        return None
+
+    def _serve(self) -> None:
+        with self.lock:
+            try:
+                while not self._closed:
+                    self.reactor.turn(LONGEST_SLEEP, self.lock)
+            except Exception as error:
+                self.problem = error
+                log.exception("the launcher's store has ended")
+
+
+_OPERATIONS: Mapping[str, Callable[[StoreServer, StoreRequest], StoreReply]] = MappingProxyType(
+    {
+        "get": StoreServer._get,
+        "wait": StoreServer._get,
+        "check": StoreServer._check,
+        "set": StoreServer._set,
+        "compare_set": StoreServer._compare_set,
+        "add": StoreServer._add,
+        "delete": StoreServer._delete,
+    }
+)
+
+
+def _size(key: str, value: bytes) -> int:
+    return len(key.encode()) + len(value) + _OVERHEAD
+
+
+class _Client:
+    """A client that is in. Called with the server's lock held.
+
+    awaits   the key that it waits for
+    """
+
+    def __init__(self, server: StoreServer, sock: socket.socket, surplus: bytes) -> None:
+        self.server, self.sock = server, sock
+        self.awaits: str | None = None
+        self._received = bytearray(surplus)
+        self._unsent = b""
+        self._last = False  # whether it is hung up on when it has its reply
+        sock.setblocking(False)
+        server.clients.add(self)
+        self._ready()
+
+    def reply(self, reply: StoreReply) -> None:
+        """Send a reply, as far as the client takes it now."""
+        self._unsent += _pack(reply)
+        try:
+            self._send()
+        except OSError:
+            self.close()
+
+    def close(self) -> None:
+        """Hang up."""
+        self._wait_no_more()
+        self.server.clients.discard(self)
+        self.server.reactor.forget(self.sock)
+        self.sock.close()
+
+    def _ready(self, readable: bool = True, writable: bool = False) -> None:
+        if self not in self.server.clients:
             return
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        try:
+            self._send()
+            # Until there is no more: a socket may hold bytes of which the kernel knows nothing.
+            for _ in range(_AT_A_TIME):
+                if self._unsent or not self._take():
+                    break
+            else:
+                self.server.reactor.call_later(0.0, self._ready)
+        except OSError:
+            self.close()
+
+    def _send(self) -> None:
+        with suppress(BlockingIOError):
+            while self._unsent:
+                self._unsent = self._unsent[self.sock.send(self._unsent) :]
+        if self._last and not self._unsent:
+            raise ConnectionError
+        self.server.reactor.watch(self.sock, self._ready, WRITE if self._unsent else READ)
+
+    def _take(self) -> bool:
+        """Answer the next request; return whether there was one. OSError where it is the last."""
+        while True:
+            length = _length(self._received)
+            if length > _LONGEST:
+                self._end(f"a message of {length} bytes, and the longest has {_LONGEST}")
+                return False
+            if len(self._received) >= _HEAD.size + length:
+                break
+            try:
+                data = self.sock.recv(1 << 16)
+            except BlockingIOError:
+                return False
+            if not data:
+                raise ConnectionError
+            self._received += data
+        content = bytes(self._received[_HEAD.size : _HEAD.size + length])
+        del self._received[: _HEAD.size + length]
+        try:
+            request = msgspec.msgpack.decode(content, type=StoreRequest)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            self._end(f"a request that cannot be read: {error}")
+            return False
+        if self.awaits is not None:
+            self._wait_no_more()
+            self.reply(StoreReply())
+        if request.op == "end" or self not in self.server.clients:
+            return self in self.server.clients
+        reply = self.server.answer(request)
+        if request.op == "wait" and reply.value is None:
+            self.awaits = request.key
+            self.server.waiting.setdefault(request.key, set()).add(self)
+        else:
+            self.reply(reply)
+        return True
+
+    def _wait_no_more(self) -> None:
+        if self.awaits is not None:
+            waiting = self.server.waiting.get(self.awaits, set())
+            waiting.discard(self)
+            if not waiting:
+                self.server.waiting.pop(self.awaits, None)
+            self.awaits = None
+
+    def _end(self, error: str) -> None:
+        """Say what is wrong, and hang up: what comes behind it cannot be told apart."""
+        self._last = True
+        self.reply(StoreReply(error))
 
 
 def listen_for_store(host: str, port: int) -> socket.socket:
@@ -103,371 +369,140 @@ def listen_for_store(host: str, port: int) -> socket.socket:
     return socket.create_server((own, port), family=family, backlog=1024)
 
 
-def hold_store(
-    host: str, port: int, *, timeout: float, listener: socket.socket | None = None
-) -> TCPStore:
-    """Return a store that this process holds at `host:port`; its `port` is the one it has got.
+# ------------------------------------------------------------------------------
+# Those who use it.
 
-    `timeout` is in seconds. A `listener` that is given is the store's from now on; see
-    `listen_for_store` for the one that is made else, and for the errors.
+
+class StoreClient:
+    """A connection to the launcher's store, for one thread; it blocks, and hears signals meanwhile.
+
+    Every call may raise `BackendUnavailableError`, which names the store, the key, and what to do.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined] # noqa: PLC0415
 
-    if listener is None:
-        listener = listen_for_store(host, port)
-    return TCPStore(
-        host,
-        listener.getsockname()[1],
-        is_master=True,
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    def __init__(self, endpoint: Endpoint, sock: socket.socket, surplus: bytes) -> None:
+        self._place = f"the launcher's store at {endpoint}"
+        self._socket = sock
+        self._received = bytearray(surplus)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+
+    def get(self, key: str) -> bytes | None:
+        """Return the value of a key; None: it has none."""
+        return self._ask(StoreRequest("get", key)).value
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Give a key a value."""
+        self._ask(StoreRequest("set", key, value.encode() if isinstance(value, str) else value))
+
+    def check(self, keys: Iterable[str]) -> bool:
+        """Return whether all of these keys have a value."""
+        return all(self._ask(StoreRequest("check", key)).number for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the number at a key, from 0; return what it is now."""
+        return self._ask(StoreRequest("add", key, number=amount)).number
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        """Give a key a value if it has the expected one, or none and "" is expected; return what it
+        has now.
+        """
+        request = StoreRequest("compare_set", key, value.encode(), expected.encode())
+        return self._ask(request).value or b""
+
+    def delete(self, prefix: str) -> int:
+        """Forget all keys that begin so; return how many there were."""
+        return self._ask(StoreRequest("delete", prefix)).number
+
+    def _ask(self, request: StoreRequest) -> StoreReply:
+        reply = self._exchange(request)
+        if reply.error:
+            raise BackendUnavailableError(f"{self._place} says: {plain(reply.error)}")
+        return reply
+
+    def wait(self, key: str, seconds: float) -> bytes | None:
+        """Return the value of a key, as soon as it has one; None after so many seconds."""
+        return self._exchange(StoreRequest("wait", key), seconds).value
+
+    def _exchange(self, request: StoreRequest, seconds: float = _PATIENCE) -> StoreReply:
+        try:
+            self._send(request)
+            try:
+                return self._reply(time.monotonic() + seconds)
+            except TimeoutError:
+                if request.op != "wait":
+                    raise
+                self._send(StoreRequest("end"))
+                return self._reply(time.monotonic() + _PATIENCE)
+        except OSError as error:
+            self.close()
+            raise BackendUnavailableError(
+                f"{self._place} does not answer any more ({error}; key {request.key!r}): has the "
+                "launcher that holds it ended, or is the network between down?"
+            ) from error
+        except BaseException:  # such as KeyboardInterrupt: the reply would be taken for another's
+            self.close()
+            raise
+
+    def _send(self, request: StoreRequest) -> None:
+        self._socket.settimeout(_PATIENCE)
+        self._socket.sendall(_pack(request))
+
+    def _reply(self, deadline: float) -> StoreReply:
+        """Return the next reply. OSError; TimeoutError at the deadline, after which it may come."""
+        while True:
+            length = _length(self._received)
+            if length > _LONGEST:
+                raise ConnectionError(f"a reply of {length} bytes, and the longest has {_LONGEST}")
+            if len(self._received) >= _HEAD.size + length:
+                break
+            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+            data = self._socket.recv(1 << 16)
+            if not data:
+                raise ConnectionError("it has hung up")
+            self._received += data
+        content = bytes(self._received[_HEAD.size : _HEAD.size + length])
+        del self._received[: _HEAD.size + length]
+        try:
+            return msgspec.msgpack.decode(content, type=StoreReply)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            raise ConnectionError(f"a reply that cannot be read: {error}") from None
 
 
-SERVE_STORE = (
-    "import sys; sys.path[:1] == [''] and sys.path.pop(0); "
-    "from phalanx.launch.store import serve_alone; serve_alone(*map(int, sys.argv[1:]))"
-)
-"""What Python runs as the process of a store; its arguments are those of `serve_alone`."""
-
-
-def serve_alone(parent: int, listener: int) -> None:
-    """Hold a store in this process, at the socket of this descriptor, as long as `parent` lives."""
-    die_with_parent(parent)
-    _store = hold_store("127.0.0.1", 0, timeout=60.0, listener=socket.socket(fileno=listener))
-    threading.Event().wait()
-
-
-def connect_store(host: str, port: int, deadline: float) -> TCPStore:
-    """Return the launcher's store at `host:port`; tries again until `deadline`.
+def connect_store(endpoint: Endpoint, token: str, deadline: float, *, job: str = "") -> StoreClient:
+    """Return the launcher's store at `endpoint`; tries again until `deadline`.
 
     `deadline` is a time of the monotonic clock. When it has passed this raises why the last try
-    failed: an `OSError`, or torch's `RuntimeError`.
+    failed: a `BackendUnavailableError`. `AuthenticationError` when the two do not hold the same
+    token, or are of two jobs.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined] # noqa: PLC0415
-
-    failure: Exception = TimeoutError()
+    failure: DistributedError | OSError = TimeoutError()
+    patience, tls = _FIRST_WAIT, Tls(token.encode())
     for left in tries(deadline):
+        seconds = min(left, patience)
         try:
-            # A plain socket says soon and in words what the store's own client says at length.
-            socket.create_connection((host, port), left).close()
-            seconds = timedelta(seconds=max(left, 1.0))
-            return TCPStore(host, port, is_master=False, timeout=seconds, wait_for_workers=False)
-        except (OSError, RuntimeError) as error:
-            failure = error
-    raise failure
-
-
-# ------------------------------------------------------------------------------
-# The nodes of a job.
-
-PATIENCE = 300  # seconds to wait for a node that does not join, or does not answer any more
-_POLL = 0.1
-_LOOK_EVERY = 5  # polls between two looks whether somebody watches on another node
-_SETTLE = 10.0  # seconds that nodes have to stop their ranks, and to write that they have
-_LAST_WORDS = 5.0  # seconds that node 0 keeps the store for nodes that have not read its end
-
-_WHY_NOT: Mapping[int, str] = {
-    errno.EADDRINUSE: "the port is in use, perhaps by another job or one that has not ended: "
-    "end it, or give --master another port, on every node",
-    errno.EADDRNOTAVAIL: "that is no address of this host: start --node-rank 0 on the host "
-    "that --master names",
-    errno.EACCES: "ports below 1024 are the system's: give --master another port, on every node",
-}
-
-
-class NodeExit(msgspec.Struct, frozen=True):
-    """How one generation of ranks ended on one node."""
-
-    node: int
-    failed: bool
-    summary: str = ""  # the first failure of a rank; "" where ranks were only stopped
-    follows: bool = False  # whether the failure of another rank led to it
-    code: int = 0  # the exit code of the launcher for this failure; 75 where ranks left with it
-    final: bool = False  # whether the job ends with it, whatever restarts are left
-
-    @classmethod
-    def of_ranks(cls, node: int, exits: list[RankExit]) -> NodeExit:
-        """Return how the generation whose ranks ended so has ended on `node`."""
-        root = root_cause(exits)
-        if root is None:
-            left = any(one.code == AGAIN for one in exits)
-            return cls(node, failed=False, code=AGAIN if left else 0)
-        return cls(node, True, describe_failure(root, brief=True), root.follows, root.shell_code)
-
-
-class Nodes:
-    """This node's part in a job; `close()` it at the end.
-
-    `placement` is the first rank of this node and the world size; None until all nodes have joined.
-    `watched` is to be set when somebody watches on this node; `listen(endpoint, token, ranks)` has
-    to return then where this node can be watched, or raise why it cannot.
-    With several nodes a thread sets the attributes. With one the store is a process of its own:
-    the launcher does not import torch, which takes seconds and holds up every thread meanwhile.
-    """
-
-    def __init__(
-        self,
-        reaper: Reaper,
-        *,
-        ranks: int,
-        nodes: int = 1,
-        node_rank: int = 0,
-        max_restarts: int = 0,
-        master: str = "",
-        listen: Callable[[Endpoint, str, int], str] | None = None,
-    ) -> None:
-        self.watched = threading.Event()
-        self._listen_for_watchers = listen
-        self._token = ""  # of those who watch, when somebody does
-        self._places: dict[int, NodePlace] = {}
-        self._nodes, self._node_rank = nodes, node_rank
-        self._ranks, self._options = ranks, [nodes, max_restarts]
-        self.endpoint = parse_address(master) if nodes > 1 else Endpoint("127.0.0.1", 0)
-        self.placement: tuple[int, int] | None = None
-        self._ending = False  # whether a job that this node was in before holds the store
-        # Nodes that have not joined, as far as this one knows.
-        self._missing = {0} if node_rank else set(range(nodes))
-        self._error: Exception | None = None
-        self._log: list[NodeExit] = []  # so many of each generation as there are nodes
-        self._unwritten: list[NodeExit] = []
-        self._written = math.inf
-        self._closing = threading.Event()
-        self._reaper = reaper
-        self._process: subprocess.Popen[bytes] | None = None
-        if nodes > 1:
-            self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
-            self._thread.start()
-            return
-        self.placement = 0, ranks
-        with self._listen(time.monotonic()) as listener:
-            self.endpoint = Endpoint("127.0.0.1", listener.getsockname()[1])
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", SERVE_STORE, str(os.getpid()), str(listener.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[listener.fileno()],
-                start_new_session=True,
-            )
-        reaper.hold(self._process.pid)
-
-    def awaited(self) -> str:
-        """Return what this node waits for before it can begin, and how long."""
-        names = ", ".join(map(str, sorted(self._missing - {self._node_rank})))
-        trouble = ""
-        try:
-            socket.getaddrinfo(*self.endpoint)
+            sock = socket.create_connection(endpoint, seconds)
         except OSError as error:
-            trouble = f"; the host name cannot be resolved here: {error.strerror}"
-        if self._ending:
-            trouble = "; it waits for the job that it was in before to end there"
-        return (
-            f"node {self._node_rank} of {self._nodes} waits for node {names} to meet at "
-            f"{self.endpoint}, for {PATIENCE} s at most{trouble}"
-        )
-
-    def check(self) -> None:
-        """Raise why this node cannot go on, if it cannot."""
-        if self._error is not None:
-            raise self._error
-        if self._process is not None and (code := self._process.poll()) is not None:
-            raise BackendUnavailableError(
-                f"the launcher's store has ended ({describe_exit_code(code)}): can Python import "
-                "torch here, and is there memory left?"
-            )
-
-    def others(self) -> OtherNodes | None:
-        """Return where the other nodes can be watched, as far as they have said; None: not yet."""
-        if not self._token:
-            return None
-        nodes = [place for place in self._places.values() if place.node != self._node_rank]
-        return OtherNodes(token=self._token, nodes=nodes)
-
-    def write(self, ended: NodeExit) -> None:
-        """Tell all nodes how the next generation has ended on this one."""
-        self._written = time.monotonic()
-        (self._log if self._nodes == 1 else self._unwritten).append(ended)
-
-    def failed(self, generation: int) -> bool:
-        """Return whether a node has written that the generation has failed."""
-        return any(one.failed for one in self._written_of(generation))
-
-    def outcome(self, generation: int) -> list[NodeExit] | None:
-        """Return how a generation ended on each node, in the order of writing; None: not yet.
-
-        The others have some time from when this node has written: `_SETTLE` seconds after a
-        failure, after which the job ends, and else `PATIENCE`.
-        """
-        log = self._written_of(generation)
-        missing = sorted(set(range(self._nodes)) - {one.node for one in log})
-        waited = time.monotonic() - self._written
-        if not missing or any(one.final for one in log):
-            return log
-        if not self.failed(generation):
-            return log if waited > PATIENCE else None
-        if waited < _SETTLE:
-            return None
-        summary = f"its launcher has not answered for {_SETTLE:g} s"
-        return [*log, *(NodeExit(node, True, summary, True, 1, final=True) for node in missing)]
-
-    def close(self, seconds: float) -> bool:
-        """Leave the job; return whether the thread has ended, for which this waits so long."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._reaper.release(self._process.pid)
-            return True
-        self._closing.set()
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    def _written_of(self, generation: int) -> list[NodeExit]:
-        return self._log[generation * self._nodes : (generation + 1) * self._nodes]
-
-    def _listen(self, deadline: float) -> socket.socket:
-        """Return node 0's listener. Its name may not be known yet, as a pod's: tries again."""
-        failure = OSError()
-        for _ in tries(deadline):
-            try:
-                return listen_for_store(*self.endpoint)
-            except OSError as error:
-                failure = error
-            if not isinstance(failure, socket.gaierror) or self._closing.is_set():
-                break
-        why = f"{failure}: give --master a name and a port of node 0"
-        raise BackendUnavailableError(
-            f"node 0 cannot listen at {self.endpoint}: {_WHY_NOT.get(failure.errno or 0, why)}"
-        ) from failure
-
-    def _run(self) -> None:
+            failure = error
+            continue
         try:
-            deadline = time.monotonic() + PATIENCE
-            if self._node_rank == 0:
-                listener = self._listen(deadline)
-                store = hold_store(*self.endpoint, timeout=PATIENCE, listener=listener)
-            else:
-                store = self._find_store(deadline)
-            self.placement = self._join(store, deadline)
-            self._exchange(store)
-        except DistributedError as error:
-            self._error = error
-        except Exception as error:
-            self._error = BackendUnavailableError(
-                f"the launcher of node 0 at {self.endpoint} does not answer any more ({error}): "
-                "has it been ended, or is the network between down?"
-            )
-            self._error.__cause__ = error
-
-    def _alone(self, why: str) -> BackendUnavailableError:
-        return BackendUnavailableError(
-            f"node {self._node_rank} of {self._nodes} did not meet the others at {self.endpoint}: "
-            "are all of them started with the same --master, and may they connect to it? "
-            f"({why})"
-        )
-
-    def _find_store(self, deadline: float) -> TCPStore:
-        """Return the store of node 0, not the one of a job that this node was in and that ends.
-
-        Who starts nodes again, as Kubernetes does, may be sooner than node 0's last words.
-        """
-        while True:
-            try:
-                store = connect_store(*self.endpoint, deadline)
-                if store.add(f"phalanx/launchers/{self._node_rank}", 1) == 1:
-                    return store
-                self._ending = store.check(["phalanx/log/0/1"])
-            except (OSError, RuntimeError) as error:
-                if time.monotonic() > deadline or self._closing.is_set():
-                    raise self._alone(str(error)) from error
-                continue
-            if not self._ending:
-                raise MisuseError(
-                    f"another launcher of this job has --node-rank {self._node_rank}, too: give "
-                    "each node a number of its own"
-                )
-            if time.monotonic() > deadline or self._closing.wait(_POLL):
-                raise self._alone("the job that it was in before has not ended")
-
-    def _join(self, store: TCPStore, deadline: float) -> tuple[int, int]:
-        """Wait for all nodes; return the `placement`."""
-        node, nodes = self._node_rank, self._nodes
-        own = msgspec.json.encode([self._ranks, self._options, socket.gethostname()])
-        store.set(f"phalanx/node/{node}", own.decode())
-        joined: dict[int, tuple[int, list[int], str]] = {}
-        while missing := set(range(nodes)) - joined.keys():
-            for other in missing:
-                if store.check([key := f"phalanx/node/{other}"]):
-                    data = store.get(key)
-                    joined[other] = msgspec.json.decode(data, type=tuple[int, list[int], str])
-                    _, theirs, _ = joined[other]
-                    if theirs != self._options:
-                        raise MisuseError(
-                            f"node {other} was started with --nnodes, --max-restarts {theirs}, "
-                            f"node {node} with {self._options}: give all nodes the same"
-                        )
-            self._missing = missing - joined.keys()
-            if time.monotonic() > deadline or self._closing.wait(_POLL):
-                names = ", ".join(map(str, sorted(missing)))
-                raise self._alone(f"missing after {PATIENCE} s: node {names}")
-        first_rank = 0
-        for other in range(nodes):
-            ranks, _, host = joined[other]
-            self._places[other] = NodePlace(
-                node=other, host=host, first_rank=first_rank, ranks=ranks
-            )
-            first_rank += ranks
-        return self._places[node].first_rank, first_rank
-
-    def _exchange(self, store: TCPStore) -> None:
-        """Write what there is to write, and read the log, until `close()`."""
-        written = polls = 0
-        while not self._closing.wait(_POLL) or self._unwritten:
-            while self._unwritten:
-                value = msgspec.json.encode(self._unwritten.pop(0)).decode()
-                number = store.add(f"phalanx/log/{written}", 1)
-                store.set(f"phalanx/log/{written}/{number}", value)
-                written += 1
-            while True:
-                generation, number = divmod(len(self._log), self._nodes)
-                if not store.check([key := f"phalanx/log/{generation}/{number + 1}"]):
-                    break
-                self._log.append(msgspec.json.decode(store.get(key), type=NodeExit))
-            polls += 1
-            if self._listen_for_watchers is not None and (
-                self.watched.is_set() or polls % _LOOK_EVERY == 0
-            ):
-                self._meet_watchers(store, self._listen_for_watchers)
-        ended_nodes = store.add("phalanx/ended", 1)
-        deadline = time.monotonic() + _LAST_WORDS
-        while self._node_rank == 0 and ended_nodes < self._nodes and time.monotonic() < deadline:
-            time.sleep(_POLL)
-            ended_nodes = store.add("phalanx/ended", 0)
-
-    def _meet_watchers(self, store: TCPStore, listen: Callable[[Endpoint, str, int], str]) -> None:
-        """When somebody watches, on any node, listen here; there, learn where the others do.
-
-        Where the job was given no token, theirs is drawn here, and stands in the store, as that of
-        the ranks does.
-        """
-        key, node = "phalanx/watch", self._node_rank
-        if not self._token:
-            if self.watched.is_set():
-                drawn = store.compare_set(key, "", secrets.token_hex(32))
-            elif store.check([key]):
-                drawn = store.get(key)
-            else:
-                return
-            self._token = token_between_nodes(drawn.decode())
-            try:
-                said = {"address": listen(self.endpoint, self._token, self._ranks)}
-            except (OSError, DistributedError) as error:
-                said = {"reason": str(error)}
-            self._places[node] = msgspec.structs.replace(self._places[node], **said)
-            store.set(f"{key}/{node}", msgspec.json.encode(said).decode())
-        if self.watched.is_set():
-            for other, place in list(self._places.items()):
-                unknown = not place.address and not place.reason
-                if unknown and store.check([f"{key}/{other}"]):
-                    told = msgspec.json.decode(store.get(f"{key}/{other}"), type=dict[str, str])
-                    self._places[other] = msgspec.structs.replace(place, **told)
+            handshake = DialerHandshake(_identity(job, 1), token.encode(), 0, tls.offer(sock))
+            sock = speak(sock, handshake, handshake.start(), seconds, tls)
+            return StoreClient(endpoint, sock, handshake.surplus)
+        except OSError as error:
+            patience = min(2 * patience, _LAST_WAIT)
+            failure = error
+        except Refused as refusal:
+            failure = ConnectionError(plain(refusal.reason))
+            sock.close()
+            if refusal.final and not refusal.reason.endswith(_FULL):
+                raise AuthenticationError(
+                    f"the launcher's store at {endpoint} and this process are not of one job: "
+                    f"{plain(refusal.reason)}"
+                ) from None
+        sock.close()
+    raise BackendUnavailableError(
+        f"the launcher's store cannot be reached at {endpoint} ({failure or 'no answer'}): is the "
+        "launcher of node 0 running, and may this host connect to it?"
+    ) from (failure if isinstance(failure, Exception) else None)

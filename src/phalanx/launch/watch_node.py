@@ -6,7 +6,7 @@ and reads what they print. While somebody watches it publishes that, beside what
 how the job has ended.
 
 With several launchers each shows the whole job on its host: when somebody watches on one of them,
-all listen (watch_server.py), and tell each other where through the job's store (store.py). Those
+all listen (watch_server.py), and tell each other where through the job's store (nodes.py). Those
 who watch call them.
 """
 
@@ -24,9 +24,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from phalanx.errors import MisuseError, plain
+from phalanx.launch.nodes import Nodes
 from phalanx.launch.report import AGAIN, describe_failure
 from phalanx.launch.state import JobState, OtherNodes, RankState, Status
-from phalanx.launch.store import Nodes
 from phalanx.launch.supervisor import RankProcess
 from phalanx.launch.watch_folder import (
     OTHERS,

@@ -37,6 +37,7 @@ from phalanx.errors import (
 )
 from phalanx.transport.backends import MeshBackend
 from phalanx.transport.tcp.addresses import ELSEWHERE, listen_toward
+from phalanx.transport.tcp.admission import find_token
 from phalanx.wire.control import Endpoint, is_loopback, parse_address
 
 if TYPE_CHECKING:
@@ -365,8 +366,9 @@ class LibraryBackend(MeshBackend):
     """A mesh for everything but the library's own collectives.
 
     host      by which the others know rank 0; None: on other hosts, by nothing but MASTER_ADDR
-    tell      called on all ranks with what rank 0 says (where it listens, and the mesh's token), or
-              nothing, and returns it: `WORD_BYTES` at most
+    tell      called on all ranks with what rank 0 says, or nothing, and returns it: `WORD_BYTES` at
+              most. It is where rank 0 listens, and a token of the mesh if the environment has none
+              and the way is one that no stranger can write to
     join      gives the library's group of all ranks, once the ranks are connected: called with the
               number of the host that each is on
     all_came  whether the library has brought all ranks together: then those that do not come to
@@ -390,13 +392,14 @@ class LibraryBackend(MeshBackend):
         generation: int = 0,
     ) -> None:
         listener, word = _listen(host) if rank == 0 else (None, b"")
-        address, token = tell(word).decode().split(" ")
+        address, _, token = tell(word).decode().partition(" ")
+        token = "" if find_token() else token  # what comes never takes the place of what was given
         try:
             super().__init__(
                 rank,
                 world_size,
                 address,
-                token=token,
+                token=token or None,
                 timeout=timeout,
                 job=job,
                 generation=generation,
@@ -440,4 +443,5 @@ def _listen(host: str | None) -> tuple[socket.socket, bytes]:
     master = os.environ.get("MASTER_ADDR", "")
     toward = Endpoint(host or master, 0) if host or master else ELSEWHERE
     listener, endpoint = listen_toward(toward, one_host=host is not None and is_loopback(host))
-    return listener, f"{endpoint} {secrets.token_hex(16)}".encode()
+    token = "" if find_token() else secrets.token_hex(16)
+    return listener, f"{endpoint} {token}".encode()

@@ -18,6 +18,7 @@ from xxhash import xxh3_64_intdigest
 
 from phalanx.errors import BackendUnavailableError, CollectiveTimeoutError
 from phalanx.native.base import WORD_BYTES
+from phalanx.native.meeting import Meeting, Words, trust_in_torchs_store
 from phalanx.transport.tcp.addresses import (
     address_on_interface,
     chosen_interfaces,
@@ -165,10 +166,10 @@ def talk_over(
     """
     rank, size = group.rank(), group.size()
     if place is not None:
-        patient = PatientStore(*place, timeout)
-        patient.set(f"hosts/{rank}", host_id())
-        hosts = {patient.hear(rank, f"hosts/{other}") for other in range(size)}
-        return "127.0.0.1" if len(hosts) == 1 else None, partial(patient.tell, rank)
+        store, prefix = place
+        words = words_in(store, f"{getattr(group, 'group_name', '')}/{prefix}")
+        meeting = Meeting(words, rank, size, timeout, "TorchBackend")
+        return "127.0.0.1" if meeting.come() else None, partial(tell_by, meeting)
     numbers = torch.zeros(size, dtype=torch.int64, device=device)
     numbers[rank] = xxh3_64_intdigest(host_id().encode()) >> 1
     group.allreduce([numbers]).wait()
@@ -180,6 +181,18 @@ def talk_over(
         return bytes(block.tolist()).rstrip(b"\0")
 
     return "127.0.0.1" if len(set(numbers.tolist())) == 1 else None, tell
+
+
+def words_in(store: Store, prefix: str) -> Words:
+    """Return our words in a store of torch's, under this prefix."""
+    return Words(store, (prefix,), trust_in_torchs_store())
+
+
+def tell_by(meeting: Meeting, word: bytes) -> bytes:
+    """Return what rank 0 tells all ranks: an address, and the mesh's token if there is one."""
+    address, _, token = word.decode().partition(" ")
+    answer = meeting.tell(address, token)
+    return f"{answer.address} {answer.token}".encode()
 
 
 # ------------------------------------------------------------------------------
@@ -204,20 +217,6 @@ class PatientStore(dist.Store):  # type: ignore[misc]
         self._prefix = f"{prefix}/"
         self._seconds = seconds
         self._stop = stop or threading.Event()  # set: nobody waits any more
-
-    def tell(self, rank: int, word: bytes) -> bytes:
-        """What rank 0 tells all ranks. Blocks as `hear`."""
-        if rank == 0:
-            self.set("mesh", word)
-            return word
-        return self.hear(rank, "mesh")
-
-    def hear(self, rank: int, key: str) -> bytes:
-        """The value of `key`, for this rank; `CollectiveTimeoutError` if nobody sets it in time."""
-        try:
-            return self.get(key)
-        except RuntimeError as error:
-            raise nobody_came(rank, self._seconds, error) from error
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set `key` for every rank."""

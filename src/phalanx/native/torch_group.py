@@ -11,6 +11,7 @@ from phalanx.core.backend import DEFAULT_TIMEOUT
 from phalanx.core.call import check_timeout
 from phalanx.errors import BackendUnavailableError, MisuseError
 from phalanx.native.base import LibraryBackend
+from phalanx.native.meeting import Meeting
 from phalanx.transport.backends import check_rank
 from phalanx.wire.control import parse_address
 
@@ -92,8 +93,10 @@ class _NamedBackend(LibraryBackend):
 
             store = torch_formation.store_at(rank, world_size, master_addr, timeout, listener)
             prefix = f"phalanx/{job}/{generation}"
-            host = parse_address(master_addr).host if world_size > 1 else "127.0.0.1"
-            tell = partial(torch_formation.PatientStore(store, prefix, timeout).tell, rank)
+            words = torch_formation.words_in(store, prefix)
+            meeting = Meeting(words, rank, world_size, timeout, "init")
+            one_host = meeting.come() or world_size == 1
+            host = "127.0.0.1" if one_host else parse_address(master_addr).host
         except BaseException:
             if listener is not None:
                 listener.close()
@@ -112,7 +115,7 @@ class _NamedBackend(LibraryBackend):
             rank,
             world_size,
             host,
-            tell,
+            partial(torch_formation.tell_by, meeting),
             join,
             name=self.kind,
             timeout=timeout,

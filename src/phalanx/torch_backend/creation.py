@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed
 from torch.distributed import distributed_c10d as c10d
+from xxhash import xxh3_64_hexdigest
 
 from phalanx.core.backend import Backend, SubBackend
 from phalanx.errors import BackendUnavailableError, DistributedError
@@ -40,7 +41,9 @@ def create_group(options: Any, backend_options: object) -> PhalanxProcessGroup:
             backend: Backend = SubBackend(parent, ranks, in_order=True, timeout=timeout)
         else:
             store, world_rank = options.store, options.group_rank
-            backend = meet(store, world_rank, options.group_size, timeout)
+            ranks = options.global_ranks_in_group
+            group = f"{options.group_id} {xxh3_64_hexdigest(repr(ranks).encode())}" if ranks else ""
+            backend = meet(store, world_rank, options.group_size, timeout, group=group)
             if not options.global_ranks_in_group:  # it is the default group
                 metrics.begin(backend)
                 publish(backend)

@@ -179,6 +179,11 @@ class Handshake:
         self._within = b""  # what this side says first within TLS
 
     @property
+    def has_token(self) -> bool:
+        """Whether there is one to prove: without, anybody can speak the handshake."""
+        return bool(self._token)
+
+    @property
     def room(self) -> int:
         """How many bytes to read next, at most: what the message lacks."""
         have = len(self._buffer)

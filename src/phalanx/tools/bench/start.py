@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -29,7 +30,7 @@ from phalanx.errors import (
 from phalanx.files import write
 from phalanx.launch.environment import STORE_VARIABLE, read_environment
 from phalanx.launch.reaper import GRACE, Reaper
-from phalanx.launch.store import hold_store
+from phalanx.launch.store import StoreServer, listen_for_store
 from phalanx.launch.supervisor import Supervisor
 from phalanx.tools.bench.operations import OPERATIONS
 from phalanx.tools.bench.peers import MACHINE, PEERS, PeerTable, find_mpirun
@@ -157,11 +158,15 @@ def run_ranks(request: BenchRequest, ranks: int, peers: PeerTable = PEERS) -> It
         rest = tuple(name for name in request.backends if name not in over_mpi)
         request, over_mpi = msgspec.structs.replace(request, backends=rest), []
     scripts = dict.fromkeys(peers[name].script for name in request.backends)
-    with _working_folder() as path, Reaper(path) as reaper:
+    token, job = secrets.token_hex(32), os.environ.get("TORCHELASTIC_RUN_ID", "")
+    with (
+        _working_folder() as path,
+        Reaper(path) as reaper,
+        closing(StoreServer(listen_for_store("127.0.0.1", 0), token.encode(), job=job)) as store,
+    ):
         folder = Path(path)
         write(str(folder / REQUEST), msgspec.json.encode(request))
         write(str(folder / FOUND), b"")
-        store = hold_store("127.0.0.1", 0, timeout=request.timeout)
         program = [sys.executable, "-m", "phalanx.tools.bench.rank", path]
         program += [script for script in scripts if script]
         size = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
@@ -171,9 +176,9 @@ def run_ranks(request: BenchRequest, ranks: int, peers: PeerTable = PEERS) -> It
         shared = {k: v for k, v in os.environ.items() if not k.startswith("PHALANX_TOKEN")}
         shared |= {
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
-            STORE_VARIABLE: f"127.0.0.1:{store.port}",
-            "PHALANX_TOKEN": secrets.token_hex(32),
+            "MASTER_PORT": str(store.endpoint.port),
+            STORE_VARIABLE: str(store.endpoint),
+            "PHALANX_TOKEN": token,
             "OMP_NUM_THREADS": str(request.threads),
             "PYTHONUNBUFFERED": "1",
             **(GIVES_BACK if request.gives_back else {}),

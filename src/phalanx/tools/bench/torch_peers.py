@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -15,9 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.launch.store import connect_store, hold_store
+from phalanx.launch.store import listen_for_store
+from phalanx.native.torch_formation import store_at
 from phalanx.tools.bench.operations import PreparedCall, TrainedModel, elements_of, replicated
 from phalanx.tools.bench.peer import Call, Peer, RankContext
+from phalanx.wire.control import Endpoint
 
 
 def lacks_gloo() -> str:
@@ -165,12 +166,10 @@ def _make_group(name: str, context: RankContext) -> Any:
     wait = timedelta(seconds=context.timeout)
     if dist.is_initialized():
         return dist.new_group(backend=name, timeout=wait)
-    rank, size, store = context.backend.rank, context.backend.world_size, None
-    if rank == 0:
-        store = hold_store(context.master, 0, timeout=context.timeout)
-    port = context.gather(store.port if store is not None else 0)[0]
-    if store is None:
-        store = connect_store(context.master, port, time.monotonic() + context.timeout)
+    rank, size = context.backend.rank, context.backend.world_size
+    listener = listen_for_store(context.master, 0) if rank == 0 else None
+    port = context.gather(listener.getsockname()[1] if listener is not None else 0)[0]
+    store = store_at(rank, size, str(Endpoint(context.master, port)), context.timeout, listener)
     dist.init_process_group(name, store=store, rank=rank, world_size=size, timeout=wait)
     return dist.group.WORLD
 

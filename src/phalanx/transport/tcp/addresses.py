@@ -286,6 +286,24 @@ def allowed_ports() -> range:
     )
 
 
+def reserve_port() -> socket.socket:
+    """Return a socket that is bound to a port of all interfaces, and keeps it free: it does not
+    listen. It is the last free one of PHALANX_PORTS, as ranks take the first, or else any one.
+    """
+    every = (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (socket.AF_INET, "")
+    for port in (*reversed(allowed_ports()), 0):
+        holder = socket.socket(every[0], socket.SOCK_STREAM)
+        try:
+            if every[0] == socket.AF_INET6:
+                holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            holder.bind((every[1], port))
+        except OSError:
+            holder.close()
+        else:
+            return holder
+    raise BackendUnavailableError("no port of this host is free: end what holds them (ss -ltnp)")
+
+
 def check_listening(ranks: int = 1) -> None:
     """Raise what is wrong with the two variables for so many ranks of this host."""
     chosen_interfaces()

@@ -26,7 +26,7 @@ from time import monotonic
 from typing import Protocol
 
 from phalanx.errors import AuthenticationError
-from phalanx.transport.tcp.addresses import BACKLOG, stranger
+from phalanx.transport.tcp.addresses import BACKLOG, stranger, uid_of_peer
 from phalanx.transport.tcp.loop import Reactor
 from phalanx.wire.control import is_loopback
 from phalanx.wire.handshake import FIRST, AcceptorHandshake, Handshake, Identity, Offer, Refused
@@ -96,6 +96,15 @@ def send(sock: socket.socket, data: bytes) -> None:
         raise Refused(HUNG_UP, final=False) from None
 
 
+def check_user(sock: socket.socket, handshake: Handshake) -> None:
+    """Raise `Refused` if without a token another user's process has answered a call.
+
+    Not before it has answered: until it accepts the call, nobody holds its socket.
+    """
+    if not (handshake.has_token or handshake.complete) and (reason := stranger(sock)):
+        raise Refused(reason, final=uid_of_peer(sock) is not None)
+
+
 def speak(
     sock: socket.socket, handshake: Handshake, first: bytes, seconds: float, tls: Security
 ) -> socket.socket:
@@ -118,6 +127,7 @@ def speak(
             if not data:
                 raise Refused(HUNG_UP, final=False)
             words = handshake.receive(data)
+            check_user(sock, handshake)
     except BaseException as error:
         with sock, suppress(OSError):  # it may have gone already
             if isinstance(error, Refused):
@@ -371,7 +381,7 @@ class PendingConnection:
 
 LEAST_BYTES = 16  # 128 bits, if they are random
 MOST_BYTES = 4096
-MAKE_ONE = 'python -c "import secrets; print(secrets.token_hex(32))"'
+MAKE_ONE = "phalanx token"
 
 
 def find_token(environ: Mapping[str, str] = os.environ) -> str:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from phalanx.core.posted import PostedSend
 from phalanx.errors import BackendUnavailableError
-from phalanx.transport.tcp.addresses import resolve, stranger, uid_of_peer
-from phalanx.transport.tcp.admission import OUT_OF, receive, send
+from phalanx.transport.tcp.addresses import resolve
+from phalanx.transport.tcp.admission import OUT_OF, check_user, receive, send
 from phalanx.transport.tcp.loop import READ, WRITE
 from phalanx.wire.control import Endpoint
 from phalanx.wire.frame import Channel, Kind, pack_header
@@ -188,9 +188,7 @@ class Dial:
             data = receive(sock, handshake.room)
             if data is not None:
                 reply = handshake.receive(data)
-                # Not before: until it has accepted the call, nobody holds its socket.
-                if reply and not mesh.token and (reason := stranger(sock)):
-                    raise Refused(reason, final=uid_of_peer(sock) is not None)
+                check_user(sock, handshake)
                 send(sock, reply)
                 if handshake.begins_tls:
                     mesh.reactor.forget(sock)

@@ -1,0 +1,456 @@
+"""How the ranks of a group meet through a store, and whose word in it counts.
+
+    every rank   counts how often it has met here; puts its presence: host, process, a nonce
+    rank 0       reads what all have put; listens; puts an answer for each rank, with its nonce
+    the others   read theirs, and connect
+
+Keys carry the count, because a store may outlive the group: under torchrun a second
+`init_process_group` finds the keys of the first one. A word of an earlier start does not carry this
+start's nonce, so it is not believed.
+
+Who can write into the store decides what a word is worth (`Trust`):
+
+    door     the launcher's own store: who writes there has proved that he holds the token
+    sealed   torch's store, which anybody can write to, and PHALANX_TOKEN: each word has a seal,
+             HMAC-SHA256 over key, value, job, generation, group and the rank that writes it, and
+             its key is one that nobody finds without the token. Other words go for nothing
+    local    torch's store without a token: only addresses of this host are taken
+    all      PHALANX_TRUST_STORE=1 without a token: any address is, and a fresh token with it
+
+No word becomes code: errors are made of a fixed table of classes, and text is shown as text.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from phalanx import errors
+from phalanx.errors import (
+    AuthenticationError,
+    BackendUnavailableError,
+    CollectiveTimeoutError,
+    DistributedError,
+    InvalidWorldSizeError,
+    MisuseError,
+    plain,
+)
+from phalanx.transport.tcp.admission import MAKE_ONE, find_token
+from phalanx.transport.tcp.heartbeat import host_id
+from phalanx.wire.control import is_loopback, parse_address
+
+log = logging.getLogger("phalanx")
+
+Store = Any  # torch.distributed.Store, or the launcher's (launch/store.py)
+Trust = Literal["door", "sealed", "local", "all"]
+TRUST_VARIABLE = "PHALANX_TRUST_STORE"
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1  # seconds between two tries
+_AGAIN = 0.5  # seconds until a word that may have been overwritten is put once more
+_LONGEST_WORD, _LONGEST_TEXT = 8192, 2000  # bytes of a word; characters of an error in it
+_MARK = "sealed"  # stands where a word would without a token, and says nothing
+
+
+def tries(deadline: float) -> Iterator[float]:
+    """Yield the seconds left until `deadline` (of the monotonic clock), for each try until then.
+
+    The pauses between them become longer. What another process has to do first is tried in this
+    way, because a wait inside torch's store hears no signal.
+    """
+    pause = _FIRST_PAUSE
+    while True:
+        yield max(deadline - time.monotonic(), pause)
+        if time.monotonic() + pause > deadline:
+            return
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def trust_in_torchs_store(environ: Mapping[str, str] = os.environ) -> Trust:
+    """Return what a word in a store of torch's is worth in this environment."""
+    if find_token(environ):
+        return "sealed"
+    return "all" if environ.get(TRUST_VARIABLE, "") == "1" else "local"
+
+
+class Words:
+    """What the ranks of one group have put into a store.
+
+    scope     job, generation and group: a word of one goes for nothing in another
+    strange   how many words were ignored, of those that this rank has looked for
+    """
+
+    def __init__(self, store: Store, scope: Sequence[str | int], trust: Trust) -> None:
+        self.trust = trust
+        self.strange = 0
+        self._store = store
+        self._scope = list(scope)
+        self._token = find_token().encode() if trust == "sealed" else b""
+        self._prefix = f"phalanx/{'/'.join(map(str, scope))}/"
+
+    def count(self, rank: int) -> int:
+        """Return how often this rank has met here, with this time."""
+        return int(self._store.add(self._place(f"count/{rank}"), 1))
+
+    def put(self, key: str, writer: int, text: str) -> None:
+        """Put a word of rank `writer`."""
+        if not self._token:
+            self._store.set(self._prefix + key, text)
+            return
+        self._store.set(self._place(key), f"{self._seal(key, writer, text)} {text}")
+        self._store.set(self._prefix + key, _MARK)
+
+    def look(self, key: str, writer: int, seconds: float = 0.0) -> str | None:
+        """Return the word of rank `writer` at this key; None if there is none of its own.
+
+        The launcher's store is asked to wait for it, so many seconds; others are not.
+        """
+        if self.trust == "door":
+            return (self._store.wait(self._place(key), seconds) or b"").decode()
+        found = self._read(self._place(key))
+        if not self._token or not found:
+            return found
+        seal, _, text = found.partition(" ")
+        if hmac.compare_digest(seal.encode(), self._seal(key, writer, text).encode()):
+            return text
+        self._ignore(key, writer)
+        return None
+
+    def look_beside(self, key: str, writer: int) -> bool:
+        """Return whether that rank seems to be there, with another token, or with one where this
+        rank has none.
+        """
+        found = self._read(self._prefix + key)
+        if not self._token:
+            return found == _MARK
+        strange = bool(found) and self.look(key, writer) is None
+        if strange:
+            self._ignore(key, writer)
+        return strange
+
+    def _read(self, key: str) -> str | None:
+        if not self._store.check([key]):
+            return None
+        found = bytes(self._store.get(key) or b"")
+        return found.decode("utf-8", "replace") if len(found) <= _LONGEST_WORD else ""
+
+    def _ignore(self, key: str, writer: int) -> None:
+        self.strange += 1
+        if self.strange == 1:
+            log.warning(
+                "%s in the store, where a word of rank %d is awaited, is not sealed with this "
+                "rank's token, and is ignored: does that rank hold the same PHALANX_TOKEN, or does "
+                "a stranger write there?",
+                key,
+                writer,
+            )
+
+    def _place(self, key: str) -> str:
+        if not self._token:
+            return self._prefix + key
+        return self._prefix + self._mac(b"key", [*self._scope, key])
+
+    def _seal(self, key: str, writer: int, text: str) -> str:
+        return self._mac(b"word", [*self._scope, key, writer, text])
+
+    def _mac(self, what: bytes, of: list[str | int]) -> str:
+        said = b"phalanx store " + what + b"\0" + msgspec.msgpack.encode(of)
+        return hmac.new(self._token, said, "sha256").hexdigest()
+
+
+class Presence(msgspec.Struct, frozen=True):
+    """What a rank puts into the store: where it is, and what it was told.
+
+    nonce   random, of this one meeting
+    gpu     whether it has a GPU of its own, for NCCL
+    """
+
+    host: str
+    process: int
+    world_size: int
+    nonce: str = ""
+    gpu: bool = False
+
+
+class MeetingAnswer(msgspec.Struct, frozen=True):
+    """What rank 0 puts there for one rank: where it listens, or why it does not.
+
+    nonce   that of the rank which it answers
+    token   of the mesh; "" for that of the environment, if it has one
+    gpu     whether all ranks have a GPU of their own
+    error   the name of an error's class, its text and the rank to blame; "" for none
+    """
+
+    nonce: str = ""
+    address: str = ""
+    token: str = ""
+    gpu: bool = False
+    error: str = ""
+    reason: str = ""
+    peer: int = 0
+
+
+_ERRORS: Mapping[str, type[DistributedError]] = MappingProxyType(
+    {
+        name: kind
+        for name in errors.__all__
+        if issubclass(kind := getattr(errors, name), DistributedError)
+    }
+)
+
+
+class Meeting:
+    """One rank's part in one meeting: `come()`, then `tell()`, on every rank.
+
+    timeout   seconds for both
+    op        what the user has called, for errors
+    """
+
+    def __init__(
+        self,
+        words: Words,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        op: str,
+        *,
+        gpu: bool = False,
+    ) -> None:
+        self.words, self.rank, self.world_size, self.op = words, rank, world_size, op
+        self.timeout = timeout
+        self.deadline = time.monotonic() + timeout
+        self._own = Presence(host_id(), os.getpid(), world_size, secrets.token_hex(16), gpu)
+        self._count = 0
+        self._stale = False  # whether rank 0's answer is one to an earlier start of this rank
+        self._others: list[Presence] = []  # those of all ranks, on rank 0
+
+    def left(self) -> float:
+        """Return the seconds until the deadline."""
+        return self.deadline - time.monotonic()
+
+    def come(self) -> bool:
+        """Say that this rank is here. On rank 0 wait for all, and return whether all are on one
+        host. What is wrong there is told to the others.
+
+        `CollectiveTimeoutError` names who has not come. `MisuseError` if two processes are one
+        rank, `InvalidWorldSizeError` if ranks disagree on their number.
+        """
+        with self._use_store():
+            return self._come_first()
+
+    def _come_first(self) -> bool:
+        self._count = self.words.count(self.rank)
+        last = f"last/{self.rank}"
+        before = self._presence(last, self.rank)
+        if before is not None and before.host == self._own.host and self._is_twin(before.process):
+            raise MisuseError(
+                f"rank {self.rank} has come to this store already, as process {before.process} "
+                f"of this host, which is alive (this is process {os.getpid()}): do two jobs "
+                "have one MASTER_PORT, or did two processes get one RANK?",
+                rank=self.rank,
+                op=self.op,
+            )
+        text = msgspec.json.encode(self._own).decode()
+        self.words.put(last, self.rank, text)
+        self._come()
+        if self.rank:
+            return False
+        try:
+            self._others = [self._own, *map(self._await, range(1, self.world_size))]
+            one_host = len({each.host for each in self._others}) == 1
+            if self.words.trust == "local" and not one_host:
+                raise self._untrusted()
+        except DistributedError as error:
+            self.fail(error)
+            raise
+        return one_host
+
+    def tell(self, address: str = "", token: str = "") -> MeetingAnswer:
+        """As rank 0, tell all ranks this address, and this token if the store is trusted with one.
+        Return what rank 0 has told. Blocks until it has; raises what `fail` has told.
+        """
+        with self._use_store():
+            return self._hear() if self.rank else self._tell(address, token)
+
+    def _tell(self, address: str, token: str) -> MeetingAnswer:
+        token = token if self.words.trust == "all" else ""
+        gpu = all(each.gpu for each in self._others)
+        answer = MeetingAnswer(address=address, token=token, gpu=gpu)
+        for rank, other in enumerate(self._others):
+            self._answer(rank, msgspec.structs.replace(answer, nonce=other.nonce))
+        return answer
+
+    def fail(self, error: DistributedError) -> None:
+        """As rank 0, tell all that have come why they do not meet."""
+        kind, peer = type(error).__name__, error.peer or 0
+        answer = MeetingAnswer(error=kind, reason=str(error)[:_LONGEST_TEXT], peer=peer)
+        ranks = range(1, self.world_size)
+        present = {rank: self._presence(self._key(rank), rank) for rank in ranks}
+        sizes = [each.world_size for each in present.values() if each is not None]
+        for rank in range(self.world_size, min(max(sizes, default=0), 2 * self.world_size + 64)):
+            present[rank] = self._presence(self._key(rank), rank)
+        for rank, other in present.items():
+            if other is not None:
+                self._answer(rank, msgspec.structs.replace(answer, nonce=other.nonce))
+
+    @contextmanager
+    def _use_store(self) -> Iterator[None]:
+        try:
+            yield
+        except DistributedError:
+            raise
+        except RuntimeError as error:  # as torch's stores put it
+            raise BackendUnavailableError(
+                f"rank {self.rank} cannot use the store through which the ranks meet ({error}): is "
+                "the process that holds it alive?",
+                rank=self.rank,
+                op=self.op,
+            ) from error
+
+    def _come(self) -> None:
+        self.words.put(self._key(self.rank), self.rank, msgspec.json.encode(self._own).decode())
+
+    def _answer(self, rank: int, answer: MeetingAnswer) -> None:
+        self.words.put(self._key(f"answer/{rank}"), 0, msgspec.json.encode(answer).decode())
+
+    def _key(self, what: object) -> str:
+        return f"{self._count}/{what}"
+
+    def _await(self, rank: int) -> Presence:
+        """Return what `rank` has put there. Blocks until it has."""
+        for found in self._looks(rank, self._key(rank)):
+            other = _decode(found, Presence)
+            if other is None:
+                continue
+            if other.world_size != self.world_size:
+                raise InvalidWorldSizeError(
+                    f"rank {self.rank} was told that there are {self.world_size} ranks, and rank "
+                    f"{rank} that there are {other.world_size}: give all the same world_size",
+                    rank=self.rank,
+                    peer=rank,
+                    op=self.op,
+                )
+            return other
+        raise self._nobody(rank)
+
+    def _hear(self) -> MeetingAnswer:
+        """Return rank 0's answer to this rank, and to this coming of it."""
+        for found in self._looks(0, self._key(f"answer/{self.rank}")):
+            answer = _decode(found, MeetingAnswer)
+            if answer is None or answer.nonce != self._own.nonce:
+                self._stale = answer is not None
+                continue
+            if answer.error:
+                raise _ERRORS.get(answer.error, DistributedError)(
+                    f"rank {self.rank}: rank 0 says: {plain(answer.reason, _LONGEST_TEXT)}",
+                    rank=self.rank,
+                    peer=answer.peer,
+                    op=self.op,
+                )
+            if self.words.trust == "local" and not _is_here(answer.address):
+                raise self._untrusted()
+            return answer
+        raise self._nobody(0)
+
+    def _looks(self, writer: int, key: str) -> Iterator[str]:
+        """Yield what `writer` has put at `key`, as often as it is looked at until the deadline."""
+        beside = time.monotonic() + _AGAIN
+        for left in tries(self.deadline):
+            found = self.words.look(key, writer, min(left, _AGAIN))
+            if found:
+                yield found
+            elif time.monotonic() > beside and self.words.trust != "door":
+                beside = time.monotonic() + _AGAIN
+                self._come()
+                if self.words.look_beside(self._key(writer), writer) and not self._has_token():
+                    raise AuthenticationError(
+                        f"rank {self.rank} and rank {writer} do not hold the same token: rank "
+                        f"{writer} has one, this rank none (PHALANX_TOKEN, on all or none)",
+                        rank=self.rank,
+                        peer=writer,
+                        op=self.op,
+                    )
+
+    def _has_token(self) -> bool:
+        return self.words.trust in ("door", "sealed")
+
+    def _presence(self, key: str, rank: int) -> Presence | None:
+        found = self.words.look(key, rank)
+        return _decode(found, Presence) if found else None
+
+    def _untrusted(self) -> AuthenticationError:
+        return AuthenticationError(
+            f"rank {self.rank}: the ranks are on several hosts, and meet through a store that "
+            "anybody who reaches it can write to: without a token a stranger could be rank 0. "
+            f"Set PHALANX_TOKEN, or PHALANX_TOKEN_FILE, on every host ({MAKE_ONE} makes one); or "
+            f"set {TRUST_VARIABLE}=1 on every host: then whoever reaches the store can join the "
+            "job, read what its ranks send, and end it",
+            rank=self.rank,
+            op=self.op,
+        )
+
+    def _is_twin(self, process: int) -> bool:
+        if process == os.getpid():
+            return False
+        try:
+            os.kill(process, 0)
+        except (ProcessLookupError, OverflowError):
+            return False
+        except OSError:  # it is another user's
+            return True
+        return True
+
+    def _nobody(self, rank: int) -> CollectiveTimeoutError:
+        ranks = [each for each in range(self.world_size) if each != self.rank]
+        missing = [each for each in ranks if self._presence(self._key(each), each) is None]
+        missing = missing or [rank]
+        names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+        they = "they" if len(missing) > 1 else "it"
+        strange = ""
+        if self.words.strange:
+            strange = (
+                f"; {self.words.strange} times something stood there that is not sealed with this "
+                "rank's token: do all ranks hold the same PHALANX_TOKEN?"
+            )
+        if self._stale:
+            strange += (
+                "; rank 0's answer is to an earlier start of this rank: give each job a name, or a "
+                "token, of its own"
+            )
+        return CollectiveTimeoutError(
+            f"rank {self.rank} waited {self.timeout:g} s in {self.op} for {names} of "
+            f"{self.world_size}: did {they} start, with the same address and world size, and call "
+            f"{self.op} as often as this rank?{strange}",
+            rank=self.rank,
+            peer=missing[0],
+            op=self.op,
+            seconds=self.timeout,
+        )
+
+
+_T = TypeVar("_T", Presence, MeetingAnswer)
+
+
+def _is_here(address: str) -> bool:
+    """Return whether an address is one that only this host can reach."""
+    try:
+        return is_loopback(parse_address(address).host)
+    except ValueError:
+        return False
+
+
+def _decode(text: str, kind: type[_T]) -> _T | None:
+    """Return what a word says; None if it is no such word."""
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
