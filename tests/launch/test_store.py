@@ -24,6 +24,7 @@ from phalanx.launch.store import (
     listen_for_store,
 )
 from phalanx.transport.tcp.admission import speak
+from phalanx.transport.tcp.tls import Tls
 from phalanx.wire.handshake import DialerHandshake, Identity
 
 TOKEN = "a token of many letters"
@@ -50,7 +51,7 @@ def raw(stack: ExitStack, server: StoreServer) -> socket.socket:
     """A client that has proved itself, and says what it likes."""
     sock = stack.enter_context(socket.create_connection(server.endpoint, PATIENCE))
     handshake = DialerHandshake(Identity("phalanx store job", 0, 1, 2), TOKEN.encode(), 0)
-    return speak(sock, handshake, handshake.start(), PATIENCE)
+    return speak(sock, handshake, handshake.start(), PATIENCE, Tls(TOKEN.encode()))
 
 
 def read_reply(sock: socket.socket) -> StoreReply:

@@ -129,11 +129,11 @@ def folder_of(launcher: int) -> Path:
 def test_each_host_shows_all_ranks_and_names_the_one_that_is_cut_off(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(WAIT)
-    environ = environ_without_launcher()
+    environ = environ_without_launcher() | {"PHALANX_TOKEN": "the token of two hosts"}
     with ExitStack() as stack:
         network = stack.enter_context(Network(2))
         master = f"{network.address(0)}:{unused_port()}"
-        common = ["--insecure", "-n", "1", "--nnodes", "2", "--master", master]
+        common = ["-n", "1", "--nnodes", "2", "--master", master]
         hosts = [["ip", "netns", "exec", network.host(node)] for node in (0, 1)]
         launches = [
             stack.enter_context(

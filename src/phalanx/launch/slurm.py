@@ -259,7 +259,7 @@ def _wait_for(path: Path, rank: int, timeout: float) -> str:
 
 def _warn(folder: str, why: str, *, one_host: bool) -> None:
     means = (
-        "any process of this host may join the job, whoever's it is"
+        "any process of this user on this host may join the job"
         if one_host
         else "only ranks of rank 0's own host can join the job"
     )
