@@ -23,7 +23,7 @@ from ports import unused_port
 
 from phalanx import DDP, Backend, spawn
 from phalanx.launch.state import JobState, RankState
-from phalanx.launch.watch_folder import private_folders
+from phalanx.launch.watch_folder import WatchFolder, private_folders
 from phalanx.tools.watch.gather import find_job, follow
 
 SLOW = """
@@ -52,6 +52,14 @@ def watched(
             watch.kill()
 
 
+def wait_for_launcher(folder: Path) -> None:
+    """Wait until a launcher publishes there: in an empty folder there is nothing to watch."""
+    deadline = time.monotonic() + PATIENCE
+    while not WatchFolder(folder).has_launcher():
+        assert time.monotonic() < deadline, "the launcher publishes nothing"
+        time.sleep(0.01)
+
+
 def rank_1(state: JobState) -> RankState:
     return state.ranks[1]
 
@@ -65,7 +73,11 @@ def test_a_rank_that_is_slow_then_stopped_then_killed_is_seen_to_be(tmp_path: Pa
         "PHALANX_HEARTBEAT": "60",  # a stopped rank does not end the job in this test
     }
     job = Launch([*PHALANX, "run", "-n", "2", str(script)], tmp_path, environ)
-    with job, watched(folder, environ) as states:
+    stack = ExitStack()
+    stack.enter_context(job)
+    wait_for_launcher(folder)
+    states = stack.enter_context(watched(folder, environ))
+    with stack:
         # Its first line is the start line, of rank 0; a rate is that of half a second.
         slow = next(
             state
@@ -101,7 +113,7 @@ def test_a_rank_that_is_slow_then_stopped_then_killed_is_seen_to_be(tmp_path: Pa
         os.kill(rank_1(slow).pid, signal.SIGKILL)
         killed = next(state for state in states if rank_1(state).status == "dead")
         assert rank_1(killed).reason == "rank 1 was killed by signal 9 (SIGKILL)"
-        *_, last = states
+        *_, last = [killed, *states]
         assert last.ended == "rank 1 was killed by signal 9 (SIGKILL)"
         job.process.communicate()
     assert list(folder.glob("node-*")), "the last word is kept for those who watch"
@@ -179,5 +191,5 @@ def test_a_job_of_spawn_is_watched_and_its_steps_are_counted(tmp_path: Path) -> 
         finally:
             end.touch()
         running.result()
-        *_, last = states
+        *_, last = [killed, *states]
     assert last.ended == "it has ended well"
