@@ -294,11 +294,8 @@ class Meeting:
         kind, peer = type(error).__name__, error.peer or 0
         answer = MeetingAnswer(error=kind, reason=str(error)[:_LONGEST_TEXT], peer=peer)
         ranks = range(1, self.world_size)
-        present = {rank: self._presence(self._key(rank), rank) for rank in ranks}
-        sizes = [each.world_size for each in present.values() if each is not None]
-        for rank in range(self.world_size, min(max(sizes, default=0), 2 * self.world_size + 64)):
-            present[rank] = self._presence(self._key(rank), rank)
-        for rank, other in present.items():
+        for rank in ranks:
+            other = self._presence(self._key(rank), rank)
             if other is not None:
                 self._answer(rank, msgspec.structs.replace(answer, nonce=other.nonce))
 
@@ -329,18 +326,20 @@ class Meeting:
         """Return what `rank` has put there. Blocks until it has."""
         for found in self._looks(rank, self._key(rank)):
             other = _decode(found, Presence)
-            if other is None:
-                continue
-            if other.world_size != self.world_size:
-                raise InvalidWorldSizeError(
-                    f"rank {self.rank} was told that there are {self.world_size} ranks, and rank "
-                    f"{rank} that there are {other.world_size}: give all the same world_size",
-                    rank=self.rank,
-                    peer=rank,
-                    op=self.op,
-                )
-            return other
+            if other is not None:
+                self._compare(rank, other)
+                return other
         raise self._nobody(rank)
+
+    def _compare(self, rank: int, other: Presence) -> None:
+        if other.world_size != self.world_size:
+            raise InvalidWorldSizeError(
+                f"rank {self.rank} was told that there are {self.world_size} ranks, and rank "
+                f"{rank} that there are {other.world_size}: give all the same world_size",
+                rank=self.rank,
+                peer=rank,
+                op=self.op,
+            )
 
     def _hear(self) -> MeetingAnswer:
         """Return rank 0's answer to this rank, and to this coming of it."""
@@ -371,6 +370,9 @@ class Meeting:
             elif time.monotonic() > beside and self.words.trust != "door":
                 beside = time.monotonic() + _AGAIN
                 self._come()
+                there = self._presence(self._key(writer), writer)
+                if there is not None:  # rank 0 may have left, for what others have told it
+                    self._compare(writer, there)
                 if self.words.look_beside(self._key(writer), writer) and not self._has_token():
                     raise AuthenticationError(
                         f"rank {self.rank} and rank {writer} do not hold the same token: rank "
