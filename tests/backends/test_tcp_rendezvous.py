@@ -293,7 +293,7 @@ def test_the_token_may_be_in_a_file(
 
 
 def test_a_token_that_can_be_tried_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(AuthenticationError, match=r"token= has 6 bytes.*secrets.token_hex"):
+    with pytest.raises(AuthenticationError, match=r"token= has 6 bytes.*phalanx token"):
         TcpBackend(0, 2, "127.0.0.1:1", token="secret", timeout=5)
     monkeypatch.setenv("PHALANX_TOKEN", "secret")
     with pytest.raises(AuthenticationError, match=r"PHALANX_TOKEN has 6 bytes"):

@@ -272,7 +272,8 @@ def test_who_waits_in_vain_says_for_which_file_and_what_to_set(environ: dict[str
 
 
 @pytest.mark.parametrize(
-    ("one_host", "means"), [(True, "any process of this host"), (False, "only ranks of rank 0")]
+    ("one_host", "means"),
+    [(True, "any process of this user on this host"), (False, "only ranks of rank 0")],
 )
 def test_without_a_shared_folder_rank_0_alone_warns_once(
     environ: dict[str, str],
