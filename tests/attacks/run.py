@@ -36,6 +36,9 @@ SCRIPTS = MappingProxyType(
 )
 """The first eight were written against doors that were open once; the rest held from the start."""
 
+APART = ("unshare", "-n", "sh", "-c", 'ip link set lo up; exec "$@"', "sh")
+"""What comes before a script that opens ports which strangers of its own call."""
+
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -48,6 +51,8 @@ def main(arguments: list[str]) -> int:
     for name in options.names or SCRIPTS:
         script, short, long = SCRIPTS[name]
         words = [sys.executable, str(TESTS / script), *(short if options.short else long)]
+        if name == "store" and not os.geteuid():  # the others see to it themselves
+            words = [*APART, *words]
         print(f"== {name}", flush=True)
         begin = time.monotonic()
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}

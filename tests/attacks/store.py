@@ -516,7 +516,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--stranger", type=int, help="for this program: be one, as this user")
-    parser.add_argument("--count", type=int, default=100, help="starts of each kind at random")
+    parser.add_argument("--count", type=int, default=25, help="starts of each kind at random")
     parser.add_argument("names", nargs="*")
     asked = parser.parse_args()
     if asked.stranger is not None:
