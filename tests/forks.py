@@ -16,8 +16,8 @@ def said_by_child(act: Callable[[], object]) -> str:
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:
-        # Garbage of earlier tests stays: to free a store or group of torch's is to join its threads,
-        # which this process has not.
+        # Garbage of earlier tests stays: to free a store or group of torch's is to join its
+        # threads, which this process has not.
         gc.freeze()
         os.dup2(theirs, 2)
         signal.alarm(LONGEST)
