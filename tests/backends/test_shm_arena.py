@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -254,3 +256,30 @@ def test_no_python_code_runs_when_memory_is_given_back(an_arena: Maker) -> None:
     assert [event for event in ran if event == "call"] == []
     arena.take(1)
     assert arena.empty((1000,), torch.float32).data_ptr() == arena.segments[1].start
+
+
+def test_an_interrupt_in_any_line_of_empty_leaves_an_arena_that_works(an_arena: Maker) -> None:
+    """A signal's handler may raise there: what was half made may be lost, and nothing else."""
+    arena, lines, reached = an_arena(), 0, 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal reached
+        if frame.f_code is not Arena.empty.__code__:
+            return None
+        reached += event == "line"
+        if event == "line" and reached == lines:
+            raise KeyboardInterrupt
+        return trace
+
+    while reached >= lines:
+        lines, reached = lines + 1, 0
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            arena.empty((100,), torch.float32)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        assert arena.empty((100,), torch.float32).fill_(1.0).sum() == 100
+    assert lines > 5

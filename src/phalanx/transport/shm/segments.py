@@ -259,7 +259,12 @@ class Arena:
         free = self._free
         while self._returned:
             lease = self._returned.popleft()
-            block = lease if isinstance(lease, Block) else self._leases.pop(id(lease))[1]
+            known = (
+                (lease, lease) if isinstance(lease, Block) else self._leases.pop(id(lease), None)
+            )
+            if known is None:  # an interrupt came before `empty` had noted it: the block is lost
+                continue
+            block = known[1]
             if self._free_bytes <= self._kept or block.size < LARGE:
                 self._free_bytes += block.size
             else:
