@@ -29,7 +29,7 @@ SCRIPTS = MappingProxyType(
         "parameter server": ("attacks/parameter_server.py", ["--short"], []),
         "forks": ("attacks/forks.py", ["--short"], []),
         "signals": ("attacks/signals.py", ["--short"], []),
-        "handshakes": ("wire/wire_fuzz.py", ["--seconds", "2"], ["--seconds", "60"]),
+        "handshakes": ("wire/wire_fuzz.py", ["--seconds", "2"], ["--seconds", "15"]),
         "a rank that lies": ("backends/link_fuzz.py", ["--seconds", "2"], ["--seconds", "45"]),
         "a crowd": ("backends/acceptor_flood.py", ["--ranks", "2", "--runs", "1"], ["--runs", "3"]),
     }
