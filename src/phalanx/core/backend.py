@@ -447,6 +447,14 @@ class Backend:
         steps = self._barrier_steps()
         self.run("barrier", steps, signature=label, fingerprint=fingerprint, timeout=timeout)
 
+    def mark(self, what: str) -> None:
+        """Say that every rank of the group does this here. Sends nothing, and waits for nobody.
+
+        It counts as a collective without steps: if a rank leaves it out, the next collective of the
+        group raises `DesyncError`, which names both sides and their call sites.
+        """
+        self.issue(what, (), fingerprint=xxh3_64_intdigest(what.encode()))
+
     def ibarrier(
         self, *, label: str = "", timeout: float | None = None, background: bool = True
     ) -> Work[None]:

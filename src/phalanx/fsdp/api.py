@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,15 @@ from phalanx.compression import Compressor
 from phalanx.core.backend import Backend
 from phalanx.errors import SizeMismatchError, UnsupportedOperationError
 from phalanx.fsdp.build import Initialize, build
+from phalanx.fsdp.gradients import call_post_accumulate_hooks
 from phalanx.fsdp.parameter_group import UnitRule
-from phalanx.fsdp.strategy import MixedPrecision, ShardingStrategy, precision_of
+from phalanx.fsdp.strategy import MixedPrecision, ShardingStrategy, precision_of, strategy_of
 from phalanx.parallel.compressor_state import with_versions, without_own
 from phalanx.parallel.grad_scaler import clip_, norm_of
 from phalanx.parallel.wrapper import Slice, Wrapper, claim, owner_of, release
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 log = logging.getLogger("phalanx")
 
@@ -46,7 +50,7 @@ class FSDP(Wrapper):
                  on the meta device: then it is given values group by group (`reset_parameters` of
                  its modules), and no rank ever holds all of it
     backend      the ranks that train together
-    strategy     what is cut, and when parameters are unsharded: see `ShardingStrategy`
+    strategy     what is cut, and when parameters are unsharded: a `ShardingStrategy`, or its name
     unit         the modules whose parameters form a group, which is unsharded together: a class of
                  modules, several, or a function of a module. By default every direct child that has
                  parameters (of a list of modules, its members). Parameters in none of these form a
@@ -104,7 +108,7 @@ class FSDP(Wrapper):
         module: nn.Module,
         backend: Backend,
         *,
-        strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+        strategy: ShardingStrategy | str = ShardingStrategy.FULL_SHARD,
         unit: UnitRule | None = None,
         mixed_precision: MixedPrecision | torch.dtype | None = None,
         prefetch: int = 1,
@@ -112,25 +116,26 @@ class FSDP(Wrapper):
         compression: Compressor | None = None,
     ) -> None:
         super().__init__(module, backend)
-        if not isinstance(strategy, ShardingStrategy):
-            raise TypeError(
-                "strategy is a ShardingStrategy, such as ShardingStrategy.FULL_SHARD, not "
-                f"{strategy!r}"
-            )
         if prefetch < 0:
             raise ValueError(f"prefetch is a number of parameter groups, or 0, not {prefetch}")
         self._check_compression(compression)
-        self.strategy = strategy
+        self.strategy = strategy_of(strategy)
         self.compression = deepcopy(compression)
         self.mixed_precision = precision_of(mixed_precision)
         self._warned = self._checked = self._unwrapped = False
+        for name, part in module.named_modules():
+            if isinstance(part, torch.jit.ScriptModule):  # type: ignore[attr-defined]
+                self._refuse(
+                    f"{name or 'the module'} is a ScriptModule, whose compiled code has parameters "
+                    "of its own: wrap the module that it was compiled from"
+                )
         for name, parameter in module.named_parameters():
             if owner_of(parameter) is not None:
                 self._refuse(f"{name} is in another FSDP already: unwrap() that one first")
         self._runtime = build(
             module,
             backend,
-            strategy=strategy,
+            strategy=self.strategy,
             rule=unit,
             precision=self.mixed_precision,
             prefetch=prefetch,
@@ -141,8 +146,8 @@ class FSDP(Wrapper):
             self._sharding = self._runtime.compression.cut(self._runtime.flats)
         for parameter in module.parameters():
             claim(parameter, self)
-        self._remove_hooks = self._runtime.hook()
-        weakref.finalize(self, self._remove_hooks)
+        self._handles = self._runtime.hook()
+        weakref.finalize(self, _remove, self._handles)  # a list, which does not keep this alive
 
     # As a module ----------------------------------------------------------------------------
 
@@ -194,7 +199,7 @@ class FSDP(Wrapper):
         if not runtime.has_run:
             self._refuse("sync_gradients() before any forward pass: there are no gradients yet")
         if runtime.accumulated:
-            runtime.finish_reduction(runtime.groups)
+            call_post_accumulate_hooks(runtime.finish_reduction(runtime.groups))
 
     @property
     def bytes_sent(self) -> int:
@@ -226,10 +231,10 @@ class FSDP(Wrapper):
     # By hand --------------------------------------------------------------------------------
 
     def prefetch_forward_params(self) -> None:
-        """Begin to unshard what the next forward pass begins with. Returns at once.
+        """Begin to unshard all groups for the next forward pass. Returns at once.
 
-        Every rank calls it. `UnsupportedOperationError` with a strategy that keeps full parameters;
-        `MisuseError` if what was prefetched before was not used.
+        Takes memory for the whole model until that pass has used it. Every rank calls it.
+        `UnsupportedOperationError` with a strategy that keeps full parameters; `MisuseError` if what was prefetched before was not used.
         """
         if self.strategy.keeps_whole:
             self._refuse(
@@ -262,6 +267,10 @@ class FSDP(Wrapper):
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to write some of the parameters."""
         kind = type(optimizer).__name__
+        if kind in NOT_ELEMENTWISE:
+            for parameter in self.parameters():
+                if not parameter.numel():  # these divide by the number of elements
+                    parameter.grad = None
         if kind in NOT_ELEMENTWISE and not self._warned and self.strategy.name != "no_shard":
             self._warned = True
             log.warning(
@@ -276,6 +285,11 @@ class FSDP(Wrapper):
     def after_step(self, optimizer: Optimizer) -> None:
         """It has."""
         self._runtime.write_epoch.end("step")
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The shards, by the plain module's names; inside of a forward pass, too."""
+        for name, parameter in self.module.named_parameters(*args, **kwargs):
+            yield name, getattr(parameter, "shard", parameter)
 
     # Parts and full values ----------------------------------------------------------------------
 
@@ -341,6 +355,7 @@ class FSDP(Wrapper):
 
         Copies. Blocks; every rank calls it. Moves (p-1)/p of the parameters' bytes to each rank.
         """
+        self.backend.mark("FSDP.full_state_dict()")
         self._runtime.write_epoch.settle()
         wanted = not rank0_only or self.backend.rank == 0
         full = self._full_values(keep=wanted)
@@ -417,10 +432,11 @@ class FSDP(Wrapper):
         if self._summoned:
             self._refuse("summon_full_params() inside itself")
         runtime = self._runtime
+        self.backend.mark("FSDP.summon_full_params()")
         runtime.write_epoch.settle()
         runtime.reshard_all()
         copies = [flat.all_shards().clone() for flat in runtime.flats]
-        runtime.swap.swap_in()
+        runtime.swap.swap_in("summon")
         for group in runtime.groups:
             group.state.after("summon")
         try:
@@ -430,7 +446,7 @@ class FSDP(Wrapper):
         finally:
             for group in runtime.groups:
                 group.state.after("restore")
-            runtime.swap.swap_out()
+            runtime.swap.swap_out("summon")
             for flat in runtime.flats:
                 flat.show(flat.homes)
         if writeback:
@@ -453,10 +469,50 @@ class FSDP(Wrapper):
         shards = self._runtime.plan.shards
         if shards is not None:
             shards.barrier(label="FSDP: unwrap()")  # nobody reads the memory any more
-        self._remove_hooks()
+        _remove(self._handles)
         self._unwrapped = True
         for parameter, value in values.items():
             parameter.grad = None
             parameter.data = value
             release(parameter)
         return self.module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """An FSDP of a copy of the module, with the same shards, units and options, as
+        `torch.optim.swa_utils.AveragedModel` makes one.
+
+        Every rank makes the copy between two passes. Blocks, and moves as much as building it does.
+        """
+        runtime = self._runtime
+        self.backend.mark("copy.deepcopy of an FSDP")
+        for flat in runtime.flats:
+            for parameter, shape in zip(flat.parameters, flat.layout.shapes, strict=True):
+                whole = torch.empty(shape, dtype=parameter.dtype, device="meta")
+                memo[id(parameter)] = nn.Parameter(whole, parameter.requires_grad)
+        _remove(self._handles)  # which know this FSDP
+        try:
+            module = deepcopy(self.module, memo)
+        finally:
+            self._handles += runtime.hook()
+        units = {module.get_submodule(group.name) for group in runtime.groups}
+        buffers = [buffer.clone() for buffer in module.buffers()]
+        copy = memo[id(self)] = type(self)(
+            module,
+            self.backend,
+            strategy=self.strategy,
+            unit=units.__contains__,
+            mixed_precision=self.mixed_precision,
+            prefetch=runtime.prefetch,
+            initialize=lambda module: None,
+            compression=self.compression,
+        )
+        copy.training = self.training
+        for buffer, own in zip(module.buffers(), buffers, strict=True):
+            buffer.copy_(own)
+        copy.update_shards(torch.cat([p.detach().flatten() for p in self.parameters()]))
+        return copy
+
+
+def _remove(handles: list[Any]) -> None:
+    while handles:
+        handles.pop().remove()

@@ -244,8 +244,8 @@ class FlatParameter:
         # As .data: what is written into it does not count as a change of what autograd saved.
         self.homes = self.split(self.unsharded.data)
         self.views = [
-            UnshardedParameter(home, state, name)
-            for name, home in zip(self.names, self.homes, strict=True)
+            UnshardedParameter(home, state, name, shard)
+            for name, home, shard in zip(self.names, self.homes, self.parameters, strict=True)
         ]
         if self._releases:
             self.unsharded.untyped_storage().resize_(0)

@@ -24,7 +24,7 @@ from itertools import pairwise
 from math import prod
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.collectives import (
     PendingCollective,
@@ -43,11 +43,9 @@ from phalanx.compression.compressor import (
 )
 from phalanx.compression.error_feedback import slice_key
 from phalanx.core.backend import Backend
-from phalanx.errors import UnsupportedOperationError
 from phalanx.fsdp.flat_param import FlatParameter, ShardingPlan
 from phalanx.parallel.averaging import LARGE, RequestExecutor, bytes_of, copy_others_part
 from phalanx.parallel.compressor_state import UNSHARDED, GradientSharding
-from phalanx.parallel.guards import refuse
 
 Wait = Callable[[], object]  # blocks until what has begun is done
 
@@ -94,14 +92,8 @@ class FlatGradient:
         grad, view.grad = view.grad, None
         if grad is None:
             return
-        if grad.layout is not torch.strided:
-            refuse(
-                "FSDP",
-                self._plan.world.rank,
-                f"the gradient of {self.flat.names[number]} is {grad.layout}; only dense "
-                "gradients are reduced (pass sparse=False)",
-                UnsupportedOperationError,
-            )
+        if grad.layout is not torch.strided:  # shards' gradients are dense
+            grad = grad.to_dense()
         place = self._views[number]
         kept = self._elsewhere.pop(number, None)
         start, stop = self.flat.layout.part(number, self._plan.shard_index)
@@ -234,18 +226,29 @@ class FlatGradient:
         """Whether all means are."""
         return all(is_finite(mean) for mean in self._means)
 
-    def finalize(self, used: Sequence[bool]) -> None:
-        """Add the means to the gradients of the parameters that some rank has used."""
-        flat, means = self.flat, self._means
+    def finalize(self, used: Sequence[bool]) -> list[nn.Parameter]:
+        """Add the mean to the gradients of the parameters that some rank has used: these.
+
+        Their own hooks (`Tensor.register_hook`) get this rank's part of the mean before, and may
+        return another one.
+        """
+        flat, means = self.flat, [mean.to(self.flat.dtype) for mean in self._means]
         self._means, self.used = [], set()
-        for mean in means:
-            parts = flat.split_shard(mean.to(flat.dtype))
-            for parameter, part, any_rank in zip(flat.parameters, parts, used, strict=True):
-                if any_rank and parameter.requires_grad:
-                    if parameter.grad is None:
-                        parameter.grad = part
-                    else:
-                        parameter.grad.add_(part)
+        if not means:
+            return []
+        for mean in means[1:]:  # of a reentrant checkpoint
+            means[0].add_(mean)
+        parts = zip(flat.parameters, flat.split_shard(means[0]), used, strict=True)
+        reached = [(p, part) for p, part, any_rank in parts if any_rank and p.requires_grad]
+        for parameter, part in reached:
+            for hook in (parameter._backward_hooks or {}).values():
+                other = hook(part)
+                part = part if other is None else other
+            if parameter.grad is None:
+                parameter.grad = part
+            else:
+                parameter.grad.add_(part)
+        return [parameter for parameter, _ in reached]
 
     def abandon(self) -> None:
         """Drop everything: the pass has failed. What is under way is waited for."""
@@ -255,6 +258,14 @@ class FlatGradient:
         if scattering is not None:
             scattering[0]()
         self._finish_averaging()
+
+
+@torch.no_grad()
+def call_post_accumulate_hooks(parameters: Iterable[nn.Parameter]) -> None:
+    """What `Tensor.register_post_accumulate_grad_hook` has registered: `.grad` is final now."""
+    for parameter in parameters:
+        for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+            hook(parameter)
 
 
 # Compression ------------------------------------------------------------------------------------

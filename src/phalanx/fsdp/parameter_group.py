@@ -80,12 +80,15 @@ class ParameterGroup:
         self.title = name or "the model itself"
         self.module = module
         self.state = UnshardState(self.title)
-        alike: dict[tuple[torch.dtype, torch.device, bool], dict[str, nn.Parameter]] = {}
+        plans = plan, plan._replace(precision=None)
+        norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        exact = {p for norm in norms for p in norm.parameters() if plan.precision is not None}
+        alike: dict[tuple[torch.dtype, torch.device, bool, bool], dict[str, nn.Parameter]] = {}
         for of, p in parameters.items():
-            alike.setdefault((p.dtype, p.device, p.requires_grad), {})[of] = p
+            alike.setdefault((p.dtype, p.device, p.requires_grad, p in exact), {})[of] = p
         self.flats = [
-            FlatParameter(some, f"{self.title}, {number}", self.state, plan)
-            for number, some in enumerate(alike.values())
+            FlatParameter(some, f"{self.title}, {number}", self.state, plans[of_norms])
+            for number, ((*_, of_norms), some) in enumerate(alike.items())
         ]
         self.gradients = [FlatGradient(flat, compression) for flat in self.flats]
         self.surrounds = False

@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 from phalanx.collectives import ReduceOp, all_reduce_
 from phalanx.fsdp.flat_param import ShardingPlan
-from phalanx.fsdp.gradients import CompressedReduction, FlatGradient
+from phalanx.fsdp.gradients import CompressedReduction, FlatGradient, call_post_accumulate_hooks
 from phalanx.fsdp.parameter_group import ForwardCall, ParameterGroup
 from phalanx.fsdp.unsharded import ParameterSwap
 from phalanx.fsdp.write_epoch import WriteEpoch
@@ -52,6 +52,7 @@ class FsdpRuntime:
     synchronize      whether backward passes reduce; if not, full gradients add up on this rank
     accumulated      whether there may be gradients, on some rank, that were not reduced
     has_run          whether there was a forward pass
+    prefetch         how many groups are unsharded ahead
     prefetched       whether groups were unsharded for a forward pass that has not come
     in_backward      whether a backward pass is under way, or was cut short by an error
     """
@@ -69,13 +70,13 @@ class FsdpRuntime:
         self.plan = plan
         unsharded = {p: v for f in self.flats for p, v in zip(f.parameters, f.views, strict=True)}
         self.swap = ParameterSwap(model, unsharded, plan.world.rank)
-        self.write_epoch = WriteEpoch(groups, plan.shards or plan.world)
+        self.write_epoch = WriteEpoch(groups, plan.world, plan.shards or plan.world)
         self.gradients = [gradient for group in groups for gradient in group.gradients]
         self.compression = compression
         self.synchronize = True
         self.accumulated = False
         self.has_run = self.prefetched = self.in_backward = False
-        self._prefetch = prefetch
+        self.prefetch = prefetch
         self._rank = plan.world.rank
         self._last_order: Sequence[ParameterGroup] = groups  # of the last forward pass, or a guess
         self._order: list[ParameterGroup] = []  # in the pass under way, or over
@@ -87,11 +88,8 @@ class FsdpRuntime:
         self._calls: list[ForwardCall] = []  # that the backward pass has come to
         self._under_way: Sequence[FlatGradient] = ()  # those of the last group that was reduced
 
-    def hook(self) -> Callable[[], None]:
-        """Notice passes from now on; the function that is returned removes the hooks.
-
-        It refers to no model, so that `weakref.finalize` can keep it without keeping the FSDP.
-        """
+    def hook(self) -> list[Any]:
+        """Notice passes from now on. Returns the handles of the hooks."""
         handles: list[Any] = []
         for group in self.groups:
             before, after = partial(self.pre_forward, group), partial(self.post_forward, group)
@@ -108,11 +106,7 @@ class FsdpRuntime:
                         handles.append(view.register_post_accumulate_grad_hook(notice))  # type: ignore[no-untyped-call]
                         view.requires_grad_(gradient.flat.parameters[number].requires_grad)
 
-        def remove() -> None:
-            for handle in handles:
-                handle.remove()
-
-        return remove
+        return handles
 
     # A forward pass -------------------------------------------------------------------------
 
@@ -129,7 +123,7 @@ class FsdpRuntime:
         else:
             order.append(group)
             place = len(order)
-        earlier = order[max(place - 1 - self._prefetch, 0) : max(place - 1, 0)][::-1]
+        earlier = order[max(place - 1 - self.prefetch, 0) : max(place - 1, 0)][::-1]
         outer = self._stack[-1][0] if self._stack else None
         call = ForwardCall(group, self.write_epoch.number, earlier, outer)
         self._stack.append((call, sys.exc_info()[1]))
@@ -137,7 +131,7 @@ class FsdpRuntime:
         group.wait_for_unshard()
         group.state.on_backward = lambda: self._pre_backward(call)
         if not again:
-            for following in self._last_order[place : place + self._prefetch]:
+            for following in self._last_order[place : place + self.prefetch]:
                 following.unshard()
         precision = self.plan.precision if not group.name else None
         return precision.cast((args, kwargs)) if precision is not None else None
@@ -150,9 +144,11 @@ class FsdpRuntime:
             if self.compression is not None:
                 self.compression.compressor.rollback()
             self._close_backward()
+        self.plan.world.mark("FSDP.forward")
         self.write_epoch.settle()
-        self.swap.swap_in()
+        self.swap.swap_in("forward")
         self._order = []
+        self._makes_graph = False
         self.has_run = True
         self.prefetched = False
         if not self.synchronize and torch.is_grad_enabled():
@@ -173,18 +169,19 @@ class FsdpRuntime:
         if inside_backward():
             return  # a checkpoint is computed again, and its backward pass comes at once
         if not failed:
-            group.reshard()
+            self._reshard(group)
         if not self._stack:
-            self.swap.swap_out()
+            self.swap.swap_out("forward")
             if not failed:
                 self._last_order = self._order
-                self.reshard_all()
+                if not self._makes_graph:
+                    self.reshard_all()
 
     def abandon_forward(self) -> None:
         """It was left by an error, of which torch tells no hooks if it is an interrupt."""
         if self._stack and not inside_backward():
             self._stack = []
-            self.swap.swap_out()
+            self.swap.swap_out("forward")
 
     # Between passes -------------------------------------------------------------------------
 
@@ -202,10 +199,10 @@ class FsdpRuntime:
             group.wait_for_unshard()
 
     def prefetch_first(self) -> None:
-        """Begin to unshard what the next forward pass begins with."""
+        """Begin to unshard all groups for the next forward pass, in the order of the last one."""
         self.write_epoch.settle()
         self.prefetched = True
-        for group in self._last_order[: 1 + self._prefetch]:
+        for group in dict.fromkeys((*self._last_order, *self.groups)):
             group.unshard()
 
     # A backward pass: where it is -----------------------------------------------------------
@@ -233,7 +230,7 @@ class FsdpRuntime:
         if not self.in_backward:
             self.in_backward = True
             self._keeps_graph = keeps_graph()
-            self.swap.swap_in()  # for checkpoints, which are computed again
+            self.swap.swap_in("backward")  # for checkpoints, which are computed again
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _enter(self, call: ForwardCall, output: int) -> None:
@@ -331,8 +328,11 @@ class FsdpRuntime:
         self._under_way = group.gradients
 
     @torch.no_grad()
-    def finish_reduction(self, groups: Iterable[ParameterGroup]) -> None:
-        """Reduce what is left, of these groups; then means of all become the gradients."""
+    def finish_reduction(self, groups: Iterable[ParameterGroup]) -> list[nn.Parameter]:
+        """Reduce what is left, of these groups; then means of all become the gradients.
+
+        Returns the parameters that have got one.
+        """
         compressor = self.compression.compressor if self.compression is not None else None
         try:
             for group in groups:
@@ -355,16 +355,17 @@ class FsdpRuntime:
             raise
         if compressor is not None:
             (compressor.rollback if used.pop() else compressor.commit)()
-        first = 0
+        first, reached = 0, []
         for gradient in self.gradients:
             last = first + len(gradient.flat.parameters)
-            gradient.finalize(used[first:last])
+            reached += gradient.finalize(used[first:last])
             first = last
         self.accumulated = False
         self.plan.world.progress.count(self)
+        return reached
 
     def _reshard(self, group: ParameterGroup) -> None:
-        """After its backward pass, unless another one is to go through that."""
+        """After its forward or backward pass, unless a graph of a backward pass reads it later."""
         if not self._makes_graph:
             group.reshard()
 
@@ -375,18 +376,19 @@ class FsdpRuntime:
             else:
                 call.spent |= call.entered
             call.entered.clear()
+        reduced: list[nn.Parameter] = []
         if self.synchronize:
             reached = sorted(self._reached, key=lambda group: group.surrounds)
             groups = dict.fromkeys((*reached, *self.groups))
-            self.finish_reduction([group for group in groups if group.owes])
+            reduced = self.finish_reduction([group for group in groups if group.owes])
         self._close_backward()
+        call_post_accumulate_hooks(reduced)  # which may be an optimizer's step
 
     def _close_backward(self) -> None:
         self.in_backward = False
         self._calls = []
         self._reached = {}
-        self.swap.swap_out()
+        self.swap.swap_out("backward")
         for group in self.groups:
             group.end_backward()
             self._reshard(group)
-        self._makes_graph = False

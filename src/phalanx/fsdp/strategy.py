@@ -71,6 +71,7 @@ class ShardingStrategy:
 ShardingStrategy.FULL_SHARD = ShardingStrategy("full_shard", None, keeps_whole=False)
 ShardingStrategy.SHARD_GRAD_OP = ShardingStrategy("shard_grad_op", None, keeps_whole=True)
 ShardingStrategy.NO_SHARD = ShardingStrategy("no_shard", 1, keeps_whole=True)
+_NAMED = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 
 
 # Mixed precision --------------------------------------------------------------------------------
@@ -85,7 +86,8 @@ class MixedPrecision:
     cast_inputs     whether floating-point inputs of the model are converted to `compute_dtype`
 
     Shards keep the dtype in which the model was built. Only floating-point parameters are
-    converted; buffers are not. Outputs are in `compute_dtype`.
+    converted; buffers are not, nor are the parameters of BatchNorm layers, which compute in the
+    dtype of their running statistics. Outputs are in `compute_dtype`.
     """
 
     compute_dtype: torch.dtype = torch.bfloat16
@@ -100,6 +102,19 @@ class MixedPrecision:
         return pytree.tree_map_only(
             Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, inputs
         )
+
+
+def strategy_of(given: ShardingStrategy | str) -> ShardingStrategy:
+    """`strategy=`, in which one of the three without a number may be given by its name."""
+    if isinstance(given, ShardingStrategy):
+        return given
+    names = [strategy.name for strategy in _NAMED]
+    if isinstance(given, str) and given.lower() in names:
+        return _NAMED[names.index(given.lower())]
+    raise TypeError(
+        f"strategy is a ShardingStrategy, such as ShardingStrategy.FULL_SHARD or hybrid(2), or one "
+        f"of the names {', '.join(names)}, not {given!r}"
+    )
 
 
 def precision_of(given: MixedPrecision | torch.dtype | None) -> MixedPrecision | None:

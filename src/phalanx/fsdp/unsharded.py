@@ -82,15 +82,21 @@ class UnshardedParameter(nn.Parameter):
 
     state: UnshardState
     name_in_model: str
+    shard: nn.Parameter
 
-    def __new__(cls, data: Tensor, state: UnshardState, name_in_model: str) -> Self:
+    def __new__(
+        cls, data: Tensor, state: UnshardState, name_in_model: str, shard: nn.Parameter
+    ) -> Self:
         """`data` is a view of the group's memory."""
         unsharded = super().__new__(cls, data, requires_grad=False)
         unsharded.state = state
         unsharded.name_in_model = name_in_model
+        unsharded.shard = shard
         return unsharded
 
-    def __init__(self, data: Tensor, state: UnshardState, name_in_model: str) -> None:
+    def __init__(
+        self, data: Tensor, state: UnshardState, name_in_model: str, shard: nn.Parameter
+    ) -> None:
         pass  # __new__ has done all: nn.Parameter has no __init__ that takes these
 
     @classmethod
@@ -113,9 +119,9 @@ class UnshardedParameter(nn.Parameter):
                     raise MisuseError(
                         f"FSDP: {unsharded.name_in_model} was used while its parameter group "
                         f"({unsharded.state.group}) was sharded. A group's full parameters are "
-                        "there during its own forward and backward pass only: put modules that "
-                        "share a parameter into one unit, read values with summon_full_params(), "
-                        "and clone what is to be kept"
+                        "there during its own forward and backward pass only: pass a unit= that "
+                        "holds the parameter and every module that uses it, read values with "
+                        "summon_full_params(), and clone what is to be kept"
                     )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
@@ -179,9 +185,9 @@ def registrations(model: nn.Module) -> list[Registration]:
 class ParameterSwap:
     """Lets the modules of one model see unsharded parameters, or shards again.
 
-    Python looks a parameter up in a module's `_parameters` only if no plain attribute has its name.
-    So an unsharded parameter that is set as a plain attribute hides the shard, which stays
-    registered: names, `parameters()` and optimizers never see anything but shards.
+    While anybody holds it swapped in (a forward pass, a backward pass, summon_full_params()), the
+    unsharded parameters are registered in the place of the shards, as `functional_call`,
+    `parametrize` and modules that iterate over their own parameters expect.
     """
 
     def __init__(
@@ -191,34 +197,41 @@ class ParameterSwap:
         rank: int,
     ) -> None:
         self._rank = rank
+        self._holders: set[str] = set()
         self._swaps = [
             (at, unsharded[at.parameter], at.parameter.data_ptr()) for at in registrations(model)
         ]
         # They keep a list of their parameters besides.
         self._recurrent = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
 
-    def swap_in(self) -> None:
+    def swap_in(self, holder: str) -> None:
         """Let modules see unsharded parameters. `MisuseError` if a shard was replaced.
 
         An unsharded parameter requires gradients if its shard does now.
         """
-        for at, unsharded, address in self._swaps:
-            _, module, attribute, parameter = at
-            if (
-                module._parameters.get(attribute) is not parameter
-                or parameter.data_ptr() != address
-            ):
-                self._refuse_replaced(at.name)
-            if parameter.requires_grad is not unsharded.requires_grad:
-                unsharded.requires_grad_(parameter.requires_grad)
-            module.__dict__[attribute] = unsharded
-        self._update_recurrent()
+        if not self._holders:
+            for at, unsharded, address in self._swaps:
+                registered = at.module._parameters.get(at.attribute)
+                if registered is not at.parameter or registered.data_ptr() != address:
+                    self._refuse_replaced(at.name)
+                if registered.requires_grad is not unsharded.requires_grad:
+                    unsharded.requires_grad_(registered.requires_grad)
+            self._register(unsharded=True)
+        self._holders.add(holder)
 
-    def swap_out(self) -> None:
-        """Let modules see shards."""
-        for at, _, _ in self._swaps:
-            at.module.__dict__.pop(at.attribute, None)
-        self._update_recurrent()
+    def swap_out(self, holder: str) -> None:
+        """Let modules see shards, if nobody else holds it."""
+        if holder in self._holders:
+            self._holders.remove(holder)
+            if not self._holders:
+                self._register(unsharded=False)
+
+    def _register(self, *, unsharded: bool) -> None:
+        for at, view, _ in self._swaps:
+            at.module._parameters[at.attribute] = view if unsharded else at.parameter
+        for module in self._recurrent:
+            names: Sequence[str] = module._flat_weights_names
+            module._flat_weights = [getattr(module, name, None) for name in names]
 
     def check_complete(self, model: nn.Module) -> None:
         """Raise `MisuseError` for parameters that came after the model was cut."""
@@ -235,17 +248,12 @@ class ParameterSwap:
                 "rank by itself: build it when the module is complete",
             )
 
-    def _update_recurrent(self) -> None:
-        for module in self._recurrent:
-            names: Sequence[str] = module._flat_weights_names
-            module._flat_weights = [getattr(module, name, None) for name in names]
-
     def _refuse_replaced(self, name: str) -> NoReturn:
-        self.swap_out()
         refuse(
             "FSDP",
             self._rank,
             f"the parameter {name} was replaced after FSDP was built, or its .data was (as by "
             ".half() or .double()), so it is no shard any more: change values with "
-            "load_state_dict or summon_full_params, or build FSDP after the change",
+            "load_state_dict or summon_full_params, or build FSDP after the change. "
+            "functional_call() and parametrize belong inside the model that FSDP wraps",
         )

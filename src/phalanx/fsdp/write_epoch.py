@@ -1,8 +1,8 @@
 """Write epochs: while parameters are written no rank reads them, and none reads before all have.
 
-    rank 0   forward  backward ............ | step |            forward
-    rank 1   forward  evaluate  backward    | step, slowly |    forward
-                                            ^              ^
+    rank 0   forward  backward ........ | step |            forward
+    rank 1   forward ...... backward    | step, slowly |    forward
+                                        ^              ^
                     barrier: all read no more      barrier: all have written
 
 Only where ranks have the memory in common. Each rank writes its own part. It enters the first
@@ -30,10 +30,13 @@ class WriteEpoch:
     number   how many there were; what a forward pass has read is of one of them
     """
 
-    def __init__(self, groups: Sequence[ParameterGroup], shard_group: Backend) -> None:
+    def __init__(
+        self, groups: Sequence[ParameterGroup], world: Backend, shard_group: Backend
+    ) -> None:
         self.number = 0
         self._groups = groups
         self._flats = [flat for group in groups for flat in group.flats]
+        self._world = world
         self._shard_group = shard_group
         self._in_place = any(flat.common and not flat.apart for flat in self._flats)
         self._copies = any(flat.common and flat.apart for flat in self._flats)
@@ -59,6 +62,7 @@ class WriteEpoch:
         self._depth += 1
         if self._writer is not None:
             return
+        self._world.mark(f"FSDP: before {what}")
         self._wait_for_writers()
         for group in self._groups:
             group.reshard()
