@@ -13,7 +13,7 @@ from contextlib import suppress
 from itertools import chain
 from operator import index
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ from phalanx.errors import (
     InvalidWorldSizeError,
     PeerLostError,
     SelfSendError,
+    UnsupportedObjectError,
 )
 from phalanx.wire.frame import Channel, Kind
 from phalanx.wire.memory import Buffer, copy_bits, readable_bytes, tensor_bytes, writable_bytes
@@ -100,6 +101,16 @@ class Backend:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, world_size={self.world_size})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself: copies of what holds a backend share it, as there is one connection to a peer."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedObjectError(
+            f"rank {self.rank}: a backend is the connections of this process, and cannot be "
+            "pickled. Of a model that has one, pickle the state_dict(), or call save_checkpoint()"
+        )
 
     def share(self, shared: SharedGroup | None) -> None:
         """From now on ranks of this host have this memory for the group's collectives."""

@@ -86,6 +86,7 @@ class DDP(Wrapper):
     """
 
     averages = True
+    made_anew = frozenset({"_averaging", "_finite", "_reducer"})
 
     def __init__(
         self,
@@ -109,32 +110,35 @@ class DDP(Wrapper):
             )
         self._check_compression(compression)
         self.broadcast_buffers = broadcast_buffers
-        options = {
+        self._options = {
             "bucket_size": bucket_size,
             "broadcast_buffers": broadcast_buffers,
             "find_unused_parameters": find_unused_parameters,
             "skip_nonfinite": skip_nonfinite,
             "check_replicas_every": check_replicas_every,
-            "compression": compression,
         }
-        check_same_model(module, backend, options)
+        check_same_model(module, backend, {**self._options, "compression": compression})
         self.broadcast_parameters()
+        self.compression = deepcopy(compression)
+        self.attach()
+
+    def attach(self) -> None:
+        """Average the gradients of the module's parameters from now on."""
+        module, backend, options = self.module, self.backend, self._options
         self._complete = False  # not known yet: whether parameters came later
         named = dict(module.named_parameters())
         trained: dict[Tensor, str] = {p: name for name, p in named.items() if p.requires_grad}
-        self.compression = deepcopy(compression)
         self._averaging = GradientAveraging(backend, self.compression, trained)
-        self._finite = FiniteCheck(trained, backend) if skip_nonfinite else None
+        self._finite = FiniteCheck(trained, backend) if options["skip_nonfinite"] else None
+        every = options["check_replicas_every"]
         self._reducer = Reducer(
             named,
             backend,
-            bucket_size=bucket_size,
-            find_unused_parameters=find_unused_parameters,
+            bucket_size=options["bucket_size"],
+            find_unused_parameters=bool(options["find_unused_parameters"]),
             averaging=self._averaging,
             finite=self._finite,
-            drift=DriftCheck(module.named_parameters, backend, check_replicas_every)
-            if check_replicas_every
-            else None,
+            drift=DriftCheck(module.named_parameters, backend, every) if every else None,
         )
 
     # As a module ----------------------------------------------------------------------------

@@ -12,7 +12,6 @@ mean that is large beside the deviation costs no digits; each rank's own are com
 
 from __future__ import annotations
 
-from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -118,14 +117,6 @@ class SyncBatchNorm(_BatchNorm):
             raise UnsupportedOperationError(
                 f"batch norm of {input.dtype} has no meaning; convert the input first"
             )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        """A copy for the same ranks: there is one connection to them."""
-        copy = memo[id(self)] = type(self).__new__(type(self))
-        rest = {name: value for name, value in self.__dict__.items() if name != "backend"}
-        copy.__dict__ = deepcopy(rest, memo)
-        copy.__dict__["backend"] = self.backend
-        return copy
 
 
 # The mathematics ----------------------------------------------------------------------------

@@ -9,9 +9,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from functools import partial
 from math import prod
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from torch.optim.optimizer import (
 from phalanx.compression import Compressor
 from phalanx.compression.compressor import check_compressor, check_floating
 from phalanx.core.backend import Backend
-from phalanx.errors import DistributedError, MisuseError
+from phalanx.errors import DistributedError, MisuseError, UnsupportedOperationError
 from phalanx.parallel.compressor_state import (
     UNSHARDED,
     is_own_key,
@@ -34,6 +35,9 @@ from phalanx.parallel.compressor_state import (
     without_own,
 )
 from phalanx.parallel.guards import refuse
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Wrapper(nn.Module):
@@ -46,11 +50,16 @@ class Wrapper(nn.Module):
     spreads    whether each rank of `backend` has other modules of the model (as a pipeline's stages
                are), which may themselves be wrapped
     optimizers_apart   whether each rank's optimizer has another state for the same parameters
+    made_anew   attributes that belong to this wrapper's parameters, and that `attach` makes
+
+    `copy.deepcopy` makes a wrapper of a copy of the module, on the same backend, with the same
+    options; nothing is sent.
     """
 
     averages: ClassVar[bool] = False
     spreads: ClassVar[bool] = False
     optimizers_apart: ClassVar[bool] = False
+    made_anew: ClassVar[frozenset[str]] = frozenset()
     compression: Compressor | None = None
     _sharding = UNSHARDED  # of the gradients that the compressor averages
 
@@ -68,6 +77,22 @@ class Wrapper(nn.Module):
         self._to_load: dict[str, Any] = {}
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_load_own)  # type: ignore[no-untyped-call]
+
+    def attach(self) -> None:
+        """Register with the parameters (hooks, claims) what belongs to this wrapper, new or a copy.
+
+        Nothing is sent: perhaps only this rank makes a copy.
+        """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copy = memo[id(self)] = type(self).__new__(type(self))
+        kept = {k: value for k, value in self.__dict__.items() if k not in self.made_anew}
+        try:
+            copy.__dict__.update(deepcopy(kept, memo))
+        except TypeError as error:
+            self._refuse(f"it cannot be copied: {error}", UnsupportedOperationError)
+        copy.attach()
+        return copy
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The plain module's, and `own_state`, if there is any."""

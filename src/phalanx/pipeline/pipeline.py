@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -133,13 +132,6 @@ class Pipeline(Wrapper):
         backward pass is done in two parts, all activations are held until both are done.
         """
         return self._peak
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
-        """A copy on the same backend, which is shared. Every rank makes one."""
-        copy = memo[id(self)] = type(self).__new__(type(self))
-        memo[id(self.backend)] = self.backend
-        copy.__dict__ = deepcopy(self.__dict__, memo)
-        return copy
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load this rank's layers; `state_dict` may be the whole model's."""

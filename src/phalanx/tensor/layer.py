@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import deepcopy
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
 
 from torch import Tensor, nn
 
@@ -139,13 +138,6 @@ class ParallelLayer(nn.Module):
                 f"sequence_dim={sequence_dim} of a tensor of shape {list(x.shape)}, whose last dim "
                 "is that of the features"
             )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelLayer:
-        """A copy on the same backend, which is shared."""
-        copy = memo[id(self)] = type(self).__new__(type(self))
-        memo[id(self.backend)] = self.backend
-        copy.__dict__ = deepcopy(self.__dict__, memo)
-        return copy
 
 
 def described(plain: nn.Module) -> list[str]:

@@ -75,6 +75,11 @@ class PeriodicSync(Wrapper):
         self._outer = outer
         if outer is not None:
             outer.begin()
+        self.attach()
+
+    def attach(self) -> None:
+        """Be told of steps that write the module's parameters."""
+        self._check_not_in_averaged("a copy")
         for parameter in self.module.parameters():
             claim(parameter, self)
 
