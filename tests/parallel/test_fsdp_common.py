@@ -159,7 +159,7 @@ def test_ranks_that_run_freely_never_see_two_steps_at_once(name: str) -> None:
         model, optimizer = build(backend)
         for done in range(60):
             step(model, optimizer)
-            for _ in range((done + backend.rank) % 3):  # another one is ahead each time
+            for _ in range(done % 3):  # by as many passes one may be ahead
                 assert reads(model) == [done + 1]
 
     cluster.run(run, 3)

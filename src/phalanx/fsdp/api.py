@@ -29,6 +29,7 @@ from phalanx.fsdp.gradients import call_post_accumulate_hooks
 from phalanx.fsdp.parameter_group import UnitRule
 from phalanx.fsdp.strategy import MixedPrecision, ShardingStrategy, precision_of, strategy_of
 from phalanx.parallel.compressor_state import with_versions, without_own
+from phalanx.parallel.guards import every_rank_does
 from phalanx.parallel.grad_scaler import clip_, norm_of
 from phalanx.parallel.wrapper import Slice, Wrapper, claim, owner_of, release
 
@@ -151,6 +152,7 @@ class FSDP(Wrapper):
 
     # As a module ----------------------------------------------------------------------------
 
+    @torch._disable_dynamo(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. Blocks while groups are unsharded."""
         if self.backend.forked:  # perhaps in the middle of a pass
@@ -163,7 +165,8 @@ class FSDP(Wrapper):
             self._runtime.swap.check_complete(self.module)
             self._checked = True
         try:
-            return self.module(*args, **kwargs)
+            with every_rank_does("FSDP"):
+                return self.module(*args, **kwargs)
         except BaseException:
             self._runtime.abandon_forward()
             raise

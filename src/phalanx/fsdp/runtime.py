@@ -35,7 +35,7 @@ from phalanx.fsdp.gradients import CompressedReduction, FlatGradient, call_post_
 from phalanx.fsdp.parameter_group import ForwardCall, ParameterGroup
 from phalanx.fsdp.unsharded import ParameterSwap
 from phalanx.fsdp.write_epoch import WriteEpoch
-from phalanx.parallel.guards import refuse
+from phalanx.parallel.guards import every_rank_does, refuse
 from phalanx.parallel.wrapper import inside_backward, keeps_graph
 
 
@@ -91,8 +91,11 @@ class FsdpRuntime:
     def hook(self) -> list[Any]:
         """Notice passes from now on. Returns the handles of the hooks."""
         handles: list[Any] = []
+        # torch.compile traces what a module computes between them.
+        pre_forward = torch.compiler.disable(self.pre_forward)
+        post_forward = torch.compiler.disable(self.post_forward)
         for group in self.groups:
-            before, after = partial(self.pre_forward, group), partial(self.post_forward, group)
+            before, after = partial(pre_forward, group), partial(post_forward, group)
             register_before = group.module.register_forward_pre_hook
             register_after = group.module.register_forward_hook
             # First of all, for other hooks may use parameters.
@@ -245,6 +248,7 @@ class FsdpRuntime:
         self._pre_backward(call)
         call.entered.add(output)
 
+    @every_rank_does("FSDP")
     def _pre_backward(self, call: ForwardCall) -> None:
         """The backward pass of a group comes next."""
         group = call.group
@@ -314,6 +318,7 @@ class FsdpRuntime:
         if not group.has_frozen:
             self._reshard(group)
 
+    @every_rank_does("FSDP")
     def _reduce_once(self, group: ParameterGroup) -> None:
         if self.synchronize and group.owes:
             group.reduced = True
@@ -328,6 +333,7 @@ class FsdpRuntime:
         self._under_way = group.gradients
 
     @torch.no_grad()
+    @every_rank_does("FSDP")
     def finish_reduction(self, groups: Iterable[ParameterGroup]) -> list[nn.Parameter]:
         """Reduce what is left, of these groups; then means of all become the gradients.
 
@@ -369,6 +375,7 @@ class FsdpRuntime:
         if not self._makes_graph:
             group.reshard()
 
+    @every_rank_does("FSDP")
     def _end_backward(self) -> None:
         for call in self._calls:
             if self._keeps_graph:

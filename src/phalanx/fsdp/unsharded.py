@@ -125,6 +125,8 @@ class UnshardedParameter(nn.Parameter):
                     )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
+            if torch.compiler.is_compiling():  # whose graph has no nodes yet
+                return result
             results = result if isinstance(result, (tuple, list)) else (result,)
             for on_backward in [s.on_backward for s in used if s.on_backward is not None]:
                 for value in results:

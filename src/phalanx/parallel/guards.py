@@ -9,7 +9,8 @@ when ranks diverge  explain             adds the likely cause to an error  no me
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -264,12 +265,28 @@ _ANOTHER = (
     "another one does something else: its batches ran out (see DDP.join), a backward pass of it "
     "failed or was left out, or its loss does not depend on the model's outputs"
 )
+EVERY_RANK = (
+    "every rank calls the model, its units, its methods and the optimizer in the same order. To let "
+    "some ranks leave out a layer, pass a unit= around it that every rank calls, or call it on all "
+    "and multiply what it gives by zero"
+)
 AVERAGING = f"this rank averages gradients, and {_ANOTHER}"
 BEGINNING = f"this rank begins a forward pass, and {_ANOTHER}"
 UNANSWERED = (
     "on this rank a forward pass was followed by no averaging backward pass through its outputs: "
     "the loss does not depend on them, or backward was left out, or failed"
 )
+
+
+@contextmanager
+def every_rank_does(who: str) -> Iterator[None]:
+    """To errors in here that say that ranks do different things, add the rule."""
+    try:
+        yield
+    except DistributedError as error:
+        if EVERY_RANK not in error.message:
+            explain(error, EVERY_RANK, who=who)
+        raise
 
 
 def explain(error: DistributedError, cause: str, *, who: str = "DDP") -> None:
