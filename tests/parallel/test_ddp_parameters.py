@@ -17,7 +17,7 @@ from ddp_runs import (
 )
 from torch import Tensor, nn
 
-from phalanx import DDP, Backend, MisuseError, simulate
+from phalanx import DDP, Backend, DesyncError, ErrorFeedback, MisuseError, TopK, simulate
 
 
 class Shared(nn.Module):
@@ -167,47 +167,110 @@ def test_models_without_trained_parameters_work(build):
     assert list(simulate(run, 2)) == [[1, 6]] * 2
 
 
-@pytest.mark.parametrize("culprit", [0, 1, None])
-def test_a_parameter_that_is_unfrozen_after_wrapping_is_named_on_every_rank(culprit):
-    def run(backend: Backend) -> BaseException | None:
-        ddp = DDP(Frozen(), backend)
-        backward(ddp, 0)
-        if culprit in (None, backend.rank):
-            ddp.module.body.weight.requires_grad_(True)
-        backend.barrier()
-        # A rank whose own part is complete by then learns of it at its next call.
-        return outcome_of(lambda: backward(ddp, 1)) or outcome_of(lambda: backward(ddp, 2))
-
-    for error in simulate(run, 2):
-        assert isinstance(error, MisuseError)
-        assert "body.weight" in str(error)
+# Freezing and unfreezing after `DDP(...)` ------------------------------------------------------
 
 
-def test_a_parameter_that_is_frozen_after_wrapping_is_named():
-    def run(backend: Backend) -> None:
-        model = mlp()
-        ddp = DDP(model, backend)
-        model[0].weight.requires_grad_(False)
-        backward(ddp, backend.rank)
+STAGES = [(), ("0", "2"), ("2",), ("0", "2", "4"), ("0",)]  # the layers that are frozen
+OPTIONS = {
+    "one bucket": {},
+    "many buckets": {"bucket_size": 1},
+    "unused": {"find_unused_parameters": True},
+    "finite": {"skip_nonfinite": True},
+    "compressed": {"compression": ErrorFeedback(TopK(1.0))},
+}
 
-    with pytest.raises(MisuseError, match=r"0\.weight"):
-        simulate(run, 2)
+
+def freeze(model: nn.Module, layers: tuple[str, ...]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.split(".")[0] not in layers)
 
 
-def test_a_parameter_that_is_frozen_after_wrapping_may_count_as_unused():
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("first", STAGES, ids=str)
+def test_parameters_are_frozen_and_unfrozen_between_passes(first, options):
+    def one(model: nn.Module, rank: int, number: int) -> None:
+        x = noise(4, 6, seed=10 * number + rank).requires_grad_()
+        model(x).pow(2).sum().backward()
+
     def run(backend: Backend):
         model = mlp()
-        ddp = DDP(model, backend, find_unused_parameters=True)
-        backward(ddp, backend.rank)
-        model[0].weight.requires_grad_(False)
-        ddp.zero_grad()
-        backward(ddp, backend.rank)
+        freeze(model, first)
+        ddp = DDP(model, backend, **options)
+        found = []
+        for number, layers in enumerate(STAGES):
+            freeze(model, layers)
+            ddp.zero_grad()
+            with ddp.no_sync():
+                one(ddp, backend.rank, number)
+            one(ddp, backend.rank, number)
+            found.append(gradients(ddp))
+        return found
+
+    def alone(layers: tuple[str, ...], number: int):
+        model = mlp()
+        freeze(model, layers)
+        for rank in range(3):
+            one(model, rank, number)
+            one(model, rank, number)
+        return {name: grad if grad is None else grad / 3 for name, grad in gradients(model).items()}
+
+    ranks = list(simulate(run, 3))
+    for number, layers in enumerate(STAGES):
+        assert_same_bits([found[number] for found in ranks])
+        assert_close(ranks[0][number], alone(layers, number))
+
+
+def test_what_no_sync_has_accumulated_for_a_parameter_is_averaged_after_it_is_frozen():
+    def run(backend: Backend):
+        ddp = DDP(mlp(), backend)
+        with ddp.no_sync():
+            backward(ddp, backend.rank)
+        ddp.module[0].requires_grad_(False)
+        ddp.sync_gradients()
         return gradients(ddp)
 
     ranks = list(simulate(run, 2))
     assert_same_bits(ranks)
-    assert ranks[0]["0.weight"] is None
-    assert ranks[0]["2.weight"] is not None
+    assert_close(ranks[0], naive_gradients(mlp, 2, backward))
+
+
+def test_a_parameter_may_be_frozen_between_a_forward_pass_and_its_backward_pass():
+    def run(backend: Backend):
+        ddp = DDP(mlp(), backend)
+        loss = ddp(noise(4, 6, seed=backend.rank)).pow(2).sum()
+        ddp.module[0].requires_grad_(False)
+        loss.backward()
+        return gradients(ddp)
+
+    ranks = list(simulate(run, 2))
+    assert_same_bits(ranks)
+    expected = naive_gradients(mlp, 2, backward)
+    assert_close(ranks[0], {**expected, "0.weight": None, "0.bias": None})
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("first", [(), ("2",)], ids=str)
+@pytest.mark.parametrize("then", [(), ("2",), ("0", "2", "4")], ids=str)
+def test_ranks_that_do_not_freeze_alike_are_told_which_parameter(first, then, ranks):
+    def run(backend: Backend) -> BaseException | None:
+        model = mlp()
+        freeze(model, first)
+        ddp = DDP(model, backend)
+
+        def one() -> None:
+            ddp(noise(4, 6).requires_grad_()).pow(2).sum().backward()
+
+        one()
+        if backend.rank == 1:
+            freeze(model, then)
+        # A rank whose own part is complete by then learns of it at its next call.
+        return outcome_of(one) or outcome_of(one)
+
+    if first != then:
+        for error in simulate(run, ranks):
+            assert isinstance(error, DesyncError)
+            assert "requires_grad switched for" in str(error)
+            assert ("2.weight" if "2" in {*first} ^ {*then} else "0.weight") in str(error)
 
 
 @pytest.mark.parametrize("how", ["added", "replaced"])

@@ -69,6 +69,10 @@ class DDP(Wrapper):
     the next backward pass writes again: clone what is to be kept. A step sends 2(p-1)/p of the
     gradients' bytes from each of p ranks.
 
+    Only what backward passes add to `.grad` is averaged: `torch.autograd.grad`, and `backward` with
+    other `inputs=`, send nothing. Ranks that freeze or unfreeze parameters between two passes do it
+    alike, or a `DesyncError` names one.
+
     `state_dict` and the names of parameters are those of the plain module, which is `.module`.
 
     With `compression` buckets are averaged by a copy of that compressor, `.compression`, as they
@@ -127,9 +131,9 @@ class DDP(Wrapper):
         module, backend, options = self.module, self.backend, self._options
         self._complete = False  # not known yet: whether parameters came later
         named = dict(module.named_parameters())
-        trained: dict[Tensor, str] = {p: name for name, p in named.items() if p.requires_grad}
-        self._averaging = GradientAveraging(backend, self.compression, trained)
-        self._finite = FiniteCheck(trained, backend) if options["skip_nonfinite"] else None
+        names: dict[Tensor, str] = {p: name for name, p in named.items()}
+        self._averaging = GradientAveraging(backend, self.compression, names)
+        self._finite = FiniteCheck(names, backend) if options["skip_nonfinite"] else None
         every = options["check_replicas_every"]
         self._reducer = Reducer(
             named,

@@ -14,18 +14,22 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
+from itertools import compress
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from xxhash import xxh3_64_hexdigest
 
 from phalanx.collectives import ReduceOp, all_reduce_, broadcast
+from phalanx.compression.compressor import check_floating
 from phalanx.core.backend import Backend
 from phalanx.errors import DistributedError, MisuseError, UnsupportedOperationError
 from phalanx.parallel.averaging import Bucket, GradientAveraging, PendingAverage, batches
 from phalanx.parallel.guards import AVERAGING, UNANSWERED, DriftCheck, FiniteCheck, explain, refuse
 from phalanx.parallel.uneven import Join, JoinPhase
+from phalanx.parallel.wrapper import accumulates_everywhere
 
 NAMES_SHOWN = 10
 
@@ -61,33 +65,51 @@ class Reducer:
         self._finite = finite
         self._drift = drift
         self._names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
-        self._trained = [p for p in self._names if p.requires_grad]
-        self._frozen = [p for p in self._names if not p.requires_grad]
-        self._unsynchronized = False  # some gradients were accumulated and not averaged
+        self._without_hook = set(self._names)
+        self._unsynchronized: set[Tensor] = set()  # have gradients that were never averaged
         self._callback_queued = False
         self._open = False  # a pass that averages is under way
         self._left_out = False  # before it there was a forward pass without one
         self._arrivals: dict[Tensor, None] | None = {}  # in the first pass, in order
+        self._order = list(self._names)[::-1]  # of parameters in buckets
         self._started: list[PendingAverage | None] = []  # averages of the first buckets
         # How many passes ended well, and how many were cut short: so that buckets of different
         # passes are not taken for each other, nor a pass that only one rank has given up.
         self._passes = self._failed = 0
-        self._make_buckets(self._trained[::-1])
-        hook = partial(Reducer._gradient_ready, weakref.ref(self))  # which keeps no reducer alive
         for parameter, name in self._names.items():
             for other in (parameter._post_accumulate_grad_hooks or {}).values():
                 if getattr(other, "func", None) is Reducer._gradient_ready:
                     problem = f"another DDP averages the gradients of {name} already; "
                     refuse("DDP", backend.rank, problem + "delete that one first")
-        for parameter in self._trained:
+        self._put_hooks()
+        self._averaged = self._built = self._to_average()
+        self._make_buckets()
+
+    def _put_hooks(self) -> None:
+        """On parameters that require gradients, and have none yet: torch takes no others."""
+        hook = partial(Reducer._gradient_ready, weakref.ref(self))  # which keeps no reducer alive
+        for parameter in [p for p in self._without_hook if p.requires_grad]:
             handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             weakref.finalize(self, handle.remove)  # so that the module may be wrapped again
+            self._without_hook.remove(parameter)
 
-    def _make_buckets(self, parameters: list[Tensor]) -> None:
-        own = self._finite is None and self._averaging.leaves_own
+    def _to_average(self) -> tuple[bool, ...]:
+        """For each parameter, whether the pass that begins averages its gradient."""
+        return tuple(p.requires_grad or p in self._unsynchronized for p in self._names)
+
+    def _make_buckets(self) -> None:
+        """Of the parameters that are averaged. Nothing is sent."""
+        self._trained = list(compress(self._names, self._averaged))
+        self._changes = ""
+        if self._averaged != self._built:
+            now = zip(self._names.values(), self._averaged, self._built, strict=True)
+            changed = _listed([name for name, after, before in now if after != before])
+            digest = xxh3_64_hexdigest(bytes(self._averaged))
+            self._changes = f", requires_grad switched for {changed} ({digest})"
+        own, trained = self._finite is None and self._averaging.leaves_own, set(self._trained)
         self._buckets = [
             Bucket(batch, self._backend, leaves_own=own)
-            for batch in batches(parameters, self._bucket_size)
+            for batch in batches((p for p in self._order if p in trained), self._bucket_size)
         ]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.views}
 
@@ -95,6 +117,8 @@ class Reducer:
 
     def begin_forward(self) -> None:
         """Begin anew: forget a backward pass that an error cut short."""
+        if self._without_hook:
+            self._put_hooks()
         filled = any(len(bucket.pending) < len(bucket.views) for bucket in self._buckets)
         self._failed += self._open or filled
         self._callback_queued = self._open = self.zero_weight = False
@@ -114,17 +138,16 @@ class Reducer:
     def watch(self, outputs: Any, *, recomputed: bool) -> None:
         """See to it that the backward pass from these outputs ends with averaged gradients.
 
-        A hook on the outputs queues the callback, so that it belongs to the outermost backward
-        pass, also when activation checkpointing runs others inside it.
+        A hook where the outputs were computed queues the callback, so that it belongs to the
+        outermost backward pass, also when activation checkpointing runs others inside it.
 
         recomputed   whether this forward pass is one that a checkpoint runs again
         """
-        attached = False
-        for leaf in pytree.tree_leaves(outputs):
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(self._output_gradient_ready)  # type: ignore[no-untyped-call]
-                attached = True
-        if attached and self.synchronize and not recomputed:
+        leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        nodes = {leaf.grad_fn for leaf in leaves} - {None}
+        for node in nodes:
+            node.register_prehook(self._output_gradients_ready)  # type: ignore[union-attr]
+        if nodes and self.synchronize and not recomputed:
             self.unanswered += 1
 
     def check_complete(self, parameters: dict[str, nn.Parameter]) -> None:
@@ -138,11 +161,15 @@ class Reducer:
 
     # A backward pass, and what ends like one ------------------------------------------------
 
-    def _output_gradient_ready(self, grad: Tensor) -> Tensor | None:
-        if self.synchronize and not self._callback_queued:
+    def _output_gradients_ready(self, grads: tuple[Tensor | None, ...]) -> Any:
+        # A pass for chosen tensors (autograd.grad, inputs=) averages if a parameter is among them:
+        # its hook begins. There is no reentrant checkpointing in it, for which that is too late.
+        if self.synchronize and not self._callback_queued and accumulates_everywhere():
             self._begin_pass(JoinPhase.BACKWARD)
+        if not self.zero_weight:
+            return None
         # The loss of no samples may have made NaN of the zeros that came into it.
-        return torch.where(grad.isfinite(), grad, 0) if self.zero_weight else None
+        return tuple(g if g is None else torch.where(g.isfinite(), g, 0) for g in grads)
 
     def _begin_pass(self, phase: JoinPhase) -> None:
         if phase is JoinPhase.BACKWARD:
@@ -152,17 +179,28 @@ class Reducer:
             self._open = True
             self._left_out = self.unanswered > 1
             self.unanswered = 0
+            self._follow_freezing()
             if self.join is not None:
                 self.join.exchange(phase)
+
+    def _follow_freezing(self) -> None:
+        """Average in this pass what is trained now; ranks that do not are told by the labels."""
+        if (averaged := self._to_average()) != self._averaged:
+            for parameter, name in self._names.items():
+                if parameter.requires_grad and self._averaging.compressor is not None:
+                    check_floating(parameter, f"rank {self._backend.rank}: DDP: {name}")
+            self._averaged = averaged
+            self._put_hooks()
+            self._make_buckets()
 
     @staticmethod
     def _gradient_ready(reference: weakref.ref[Reducer], parameter: Tensor) -> None:
         """A parameter's gradient is complete on this rank: a hook, inside the backward pass."""
         self = reference()
-        if self is None:
+        if self is None or not parameter.requires_grad:  # frozen since: torch adds nothing
             return
         if not self.synchronize:
-            self._unsynchronized = True
+            self._unsynchronized.add(parameter)
             return
         if not self._callback_queued:
             self._begin_pass(JoinPhase.BACKWARD)
@@ -192,13 +230,15 @@ class Reducer:
                 return
             if self._finite is not None:
                 self._finite.look(bucket)
-            failed = f" after {self._failed} that failed" if self._failed else ""
-            label = f"DDP's pass {self._passes}{failed}, bucket {number}"
             try:
-                self._started.append(self._averaging.begin_bucket(bucket, label))
+                self._started.append(self._averaging.begin_bucket(bucket, self._label(number)))
             except DistributedError as error:
                 self._explain(error)
                 raise
+
+    def _label(self, number: int) -> str:
+        failed = f" after {self._failed} that failed" if self._failed else ""
+        return f"DDP's pass {self._passes}{failed}, bucket {number}{self._changes}"
 
     def catch_up(self) -> None:
         """Average what was accumulated and not averaged since, if anything."""
@@ -209,6 +249,7 @@ class Reducer:
     @torch.no_grad()
     def answer(self, phase: JoinPhase) -> None:
         """Average zeros with the gradients of the ranks that have a batch, into `.grad`."""
+        self._follow_freezing()
         for parameter in self._trained:
             parameter.grad = None
             self._put(parameter)
@@ -224,16 +265,10 @@ class Reducer:
         unused = [p for p in missing if p.grad is None]
         if unused and not self._find_unused:
             self._refuse(
-                f"no gradient came for {self._list(unused)}: on this rank the loss does not "
-                f"depend on {'them' if len(unused) > 1 else 'it'}, or requires_grad was switched "
-                "off after DDP was built. Freeze parameters before DDP is built, or pass "
-                "find_unused_parameters=True"
-            )
-        thawed = [p for p in self._frozen if p.requires_grad]
-        if thawed:
-            self._refuse(
-                f"{self._list(thawed)} did not require gradients when DDP was built, and now does: "
-                "build DDP after freezing and unfreezing"
+                f"no gradient came for {_listed([self._names[p] for p in unused])}: on this rank "
+                f"the loss does not depend on {'them' if len(unused) > 1 else 'it'}, or "
+                "backward(inputs=) asks for others. Freeze what is not trained, on every rank, or "
+                "pass find_unused_parameters=True"
             )
         for parameter in missing:  # what no_sync has accumulated, or zeros
             self._put(parameter)
@@ -242,10 +277,13 @@ class Reducer:
     def _average(self, unused: set[Tensor], phase: JoinPhase) -> None:
         """All gradients are in their buckets: wait for the averages, and agree on what counts."""
         world, join = self._backend.world_size, self.join
-        self._passes += 1
         try:
+            if self._changes and not self._buckets:  # there is no label that tells the others
+                all_reduce_(torch.zeros(1), self._backend, label=self._label(0))
+            self._passes += 1
             self._finish_buckets(world / join.divisor if join is not None else 1)
-            self._open = self._unsynchronized = False
+            self._open = False
+            self._unsynchronized.clear()
             if self._find_unused:
                 self._drop_unused(unused)
             skipped = self._finite is not None and self._finite.agree(self._buckets)
@@ -299,7 +337,8 @@ class Reducer:
         order = broadcast(torch.tensor(mine, dtype=torch.int64), self._backend, root).tolist()
         if order != before:
             # Gradients stay in the old memory, as long as they live; the next pass moves them.
-            self._make_buckets([self._trained[i] for i in order])
+            self._order = list(dict.fromkeys([*(self._trained[i] for i in order), *self._order]))
+            self._make_buckets()
 
     # Errors ---------------------------------------------------------------------------------
 
@@ -311,9 +350,6 @@ class Reducer:
         error = kind(f"rank {rank}: DDP: {problem}", rank=rank, op="DDP")
         self._backend.fail(error)  # the others wait for our gradients
         raise error
-
-    def _list(self, parameters: list[Tensor]) -> str:
-        return _listed([self._names[p] for p in parameters])
 
 
 def _listed(names: list[str]) -> str:

@@ -329,6 +329,13 @@ def inside_backward() -> bool:
     return torch._C._current_graph_task_id() >= 0
 
 
+def accumulates_everywhere() -> bool:
+    """Whether it adds to the `.grad` of all that it reaches: it is no autograd.grad, and has no
+    `inputs=`. To be asked inside a node; that is when reentrant checkpoints may run, too.
+    """
+    return bool(torch.autograd._is_checkpoint_valid())  # type: ignore[no-untyped-call]
+
+
 def keeps_graph() -> bool:
     """Whether it was asked to keep the graph, so that another one may follow. If unknown: yes."""
     ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
