@@ -189,3 +189,28 @@ def test_strategy_module_and_backend_are_what_was_given():
             fsdp.unwrap()
 
     on_ranks(COOPERATIVE, RANKS, mlp, body)
+
+
+@somewhere
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_all_groups_are_prefetched_whatever_prefetch_is(where: Any, prefetch: int):
+    def body(model: nn.Module, backend: Backend) -> None:
+        fsdp = FSDP(model, backend, prefetch=prefetch)
+        fsdp.prefetch_forward_params()
+        states = [group.state.now for group in fsdp._runtime.groups]
+        assert states == ["UNSHARDING"] * len(states)
+        watched = Watched(backend)
+        fsdp(noise(4, 6))
+        assert not [event for event in watched.events if "gathers" in event]
+
+    on_ranks(where, RANKS, mlp, body)
+
+
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], ids=str)
+def test_a_strategy_is_given_by_its_name(strategy: ShardingStrategy):
+    def body(model: nn.Module, backend: Backend) -> None:
+        assert FSDP(model, backend, strategy=strategy.name).strategy is strategy
+        with pytest.raises(TypeError, match="one of the names full_shard, shard_grad_op, no_shard"):
+            FSDP(model, backend, strategy="full")
+
+    on_ranks(COMMON, 1, mlp, body)

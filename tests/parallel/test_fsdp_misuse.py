@@ -262,22 +262,12 @@ def test_ranks_with_another_model_are_named_and_nothing_is_changed(change: Any):
         assert said in str(error)
 
 
-def test_sparse_gradients_are_refused_by_name_and_training_may_go_on():
-    def body(model: nn.Module, backend: Backend) -> BaseException | None:
-        fsdp = FSDP(model, backend)
-        error = outcome_of(lambda: fsdp(torch.tensor([backend.rank])).sum().backward())
-        model[0].sparse = False
-        fsdp.zero_grad()
-        fsdp(torch.tensor([backend.rank])).sum().backward()
-        assert model[0].weight.grad is not None
-        return error
+def test_a_script_module_is_refused_by_name():
+    def body(model: nn.Module, backend: Backend) -> None:
+        with pytest.raises(MisuseError, match="0 is a ScriptModule.* wrap the module that it was"):
+            FSDP(nn.Sequential(torch.jit.trace(model, noise(2, 6)), nn.Linear(3, 3)), backend)
 
-    build = lambda: nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1))  # noqa: E731
-    for where in (COMMON, MESSAGES):
-        for error in on_ranks(where, 2, build, body):
-            assert isinstance(error, UnsupportedOperationError)
-            assert "0.weight" in str(error)
-            assert "sparse=False" in str(error)
+    on_ranks(COMMON, 1, mlp, body)
 
 
 def test_a_branch_that_no_method_of_torch_calls_is_told_to_be_in_one_group():

@@ -326,3 +326,22 @@ def test_gradients_are_parts_of_the_gradients_of_the_plain_model():
             torch.testing.assert_close(p.grad, part)
 
     on_ranks(COOPERATIVE, RANKS, mlp, body)
+
+
+@way
+def test_optimizers_that_divide_by_the_number_of_elements_leave_empty_shards_alone(
+    strategy: Any, where: Any
+):
+    def body(model: nn.Module, backend: Backend) -> None:
+        fsdp = FSDP(model, backend, strategy=strategy)
+        optimizer = torch.optim.Adafactor(fsdp.parameters(), lr=0.1)
+        before = [p.detach().clone() for p in fsdp.parameters()]
+        for number in range(2):
+            fsdp(noise(4, 1, seed=number)).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for p, old in zip(fsdp.parameters(), before, strict=True):
+            assert p.isfinite().all()
+            assert not p.numel() or not torch.equal(p, old)
+
+    on_ranks(where, RANKS, lambda: nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 2)), body)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ddp_models import mlp, noise, seeded
-from ddp_runs import assert_close, values
+from ddp_runs import Watched, assert_close, values
 from fsdp_runs import (
     COMMON,
     COOPERATIVE,
@@ -254,3 +254,79 @@ def test_steps_leave_nothing_behind(strategy: Any):
     counts = on_ranks(COOPERATIVE, 2, lambda: seeded(mlp), body)[0]
     # What tests before this one have left to the collector may go meanwhile.
     assert all(later <= earlier for earlier, later in pairwise(counts)), counts
+
+
+class Penalized(nn.Module):
+    """A gradient penalty inside of forward, which goes on with the parameters after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.last = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        output = self.net(x)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return self.last(self.net(slope)).square() + output.square().mean() + slope.norm()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize("where", [COMMON, MESSAGES], ids=["common", "messages"])
+@pytest.mark.parametrize("unit", [None, nn.Linear], ids=["children", "linear"])
+def test_a_gradient_penalty_inside_of_forward(strategy: Any, where: Any, unit: Any):
+    def body(model: nn.Module, backend: Backend) -> Any:
+        fsdp = FSDP(model, backend, strategy=strategy, unit=unit)
+        for _ in range(2):
+            fsdp.zero_grad()
+            fsdp(x_of(backend.rank)).mean().backward()
+        return gradient_pieces(fsdp)
+
+    plain = seeded(Penalized)
+    sum(plain(x_of(rank)).mean() / RANKS for rank in range(RANKS)).backward()
+    found = joined(on_ranks(where, RANKS, lambda: seeded(Penalized), body))
+    assert_close(found, {name: p.grad for name, p in plain.named_parameters()})
+
+
+@pytest.mark.parametrize("where", [COMMON, MESSAGES], ids=["common", "messages"])
+def test_gradients_of_inputs_reduce_nothing(where: Any):
+    def body(model: nn.Module, backend: Backend) -> Any:
+        fsdp = FSDP(model, backend)
+        x = x_of(0).requires_grad_()
+        watched = Watched(backend)
+        (slope,) = torch.autograd.grad(fsdp(x).sum(), x)
+        assert not [event for event in watched.events if "reduce" in event]
+        assert all(p.grad is None for p in fsdp.parameters())
+        once(fsdp, backend.rank)
+        return slope, gradient_pieces(fsdp)
+
+    plain, x = mlp(), x_of(0).requires_grad_()
+    (expected,) = torch.autograd.grad(plain(x).sum(), x)
+    sum(plain(x_of(rank)).pow(2).sum() / RANKS for rank in range(RANKS)).backward()
+    found = on_ranks(where, RANKS, mlp, body)
+    for slope, _ in found:
+        torch.testing.assert_close(slope, expected)
+    gradients = joined([pieces for _, pieces in found])
+    assert_close(gradients, {name: p.grad for name, p in plain.named_parameters()})
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize("where", [COMMON, MESSAGES], ids=["common", "messages"])
+def test_sparse_gradients_become_dense_shards(strategy: Any, where: Any):
+    build = lambda: seeded(  # noqa: E731
+        lambda: nn.Sequential(nn.Embedding(7, 3, sparse=True), nn.Linear(3, 2))
+    )
+
+    def body(model: nn.Module, backend: Backend) -> Any:
+        fsdp = FSDP(model, backend, strategy=strategy)
+        with fsdp.no_sync():
+            fsdp(torch.tensor([backend.rank, 5])).pow(2).sum().backward()
+        fsdp(torch.tensor([6, backend.rank])).pow(2).sum().backward()
+        return gradient_pieces(fsdp)
+
+    plain = build()
+    for rank in range(RANKS):
+        for words in ([rank, 5], [6, rank]):
+            (plain(torch.tensor(words)).pow(2).sum() / RANKS).backward()
+    expected = {name: p.grad.to_dense() for name, p in plain.named_parameters()}
+    assert_close(joined(on_ranks(where, RANKS, build, body)), expected)

@@ -217,3 +217,37 @@ def test_full_parameters_say_what_they_are():
     assert (
         on_ranks(COOPERATIVE, 2, mlp, body) == ["UnshardedParameter(0.weight: [8, 6], sharded)"] * 2
     )
+
+
+def batch_norm() -> nn.Module:
+    return seeded(lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
+
+
+@way
+def test_batch_norm_computes_in_the_dtype_of_its_statistics(ranks: int, strategy: Any, where: Any):
+    def body(model: nn.Module, backend: Backend) -> Any:
+        fsdp = FSDP(model, backend, strategy=strategy, mixed_precision=BF16)
+        output = fsdp(noise(4, 6, seed=backend.rank))
+        output.float().pow(2).sum().backward()
+        norm = model[1]
+        assert norm.running_mean.dtype == norm.weight.dtype == torch.float32
+        return output.detach(), norm.running_mean.clone(), gradient_pieces(fsdp)
+
+    def alone(rank: int) -> tuple[Tensor, Tensor, nn.Module]:
+        plain = batch_norm()
+        for layer in (plain[0], plain[2]):
+            layer.bfloat16()
+        output = plain(noise(4, 6, seed=rank).bfloat16())
+        output.float().pow(2).sum().backward()
+        return output.detach(), plain[1].running_mean, plain
+
+    found = on_ranks(where, ranks, batch_norm, body)
+    models = []
+    for rank, (output, mean, _) in enumerate(found):
+        expected, expected_mean, plain = alone(rank)
+        assert torch.equal(output, expected)
+        assert torch.equal(mean, expected_mean)
+        models.append(plain)
+    named = [dict(model.named_parameters()) for model in models]
+    expected = {n: sum(m[n].grad.float() for m in named) / ranks for n in named[0]}
+    assert_close(joined([pieces for *_, pieces in found]), expected)

@@ -461,10 +461,11 @@ class Backend:
     def mark(self, what: str) -> None:
         """Say that every rank of the group does this here. Sends nothing, and waits for nobody.
 
-        It counts as a collective without steps: if a rank leaves it out, the next collective of the
-        group raises `DesyncError`, which names both sides and their call sites.
+        The next collective of the group tells of it: if a rank has left it out, `DesyncError` says
+        so on every rank.
         """
-        self.issue(what, (), fingerprint=xxh3_64_intdigest(what.encode()))
+        with self.engine.lock:
+            self.group.checker.mark(what)
 
     def ibarrier(
         self, *, label: str = "", timeout: float | None = None, background: bool = True

@@ -83,6 +83,7 @@ class Checker:
         self.early_asks: dict[int, Ask] = {}
         self.desync: Desync | None = None
         self.broken = False  # whether the group is, for whatever reason
+        self._marks: dict[str, int] = {}  # what was done since the last collective, how often
         self._members = members
         self._now = now
         self._tell = tell
@@ -99,6 +100,11 @@ class Checker:
         timeout: float,
     ) -> Call:
         """The next collective of this group, now that it is known what it is."""
+        if self._marks:
+            done = ", ".join(what if n == 1 else f"{n} times {what}" for what, n in self._marks.items())
+            signature = f"{signature}, after {done}" if signature else f"after {done}"
+            fingerprint ^= xxh3_64_intdigest(done.encode())
+            self._marks.clear()
         if self._strict:
             fingerprint ^= xxh3_64_intdigest(str(site).encode())
         sequence, calls, suffix = self.issued, self.calls, self._members.suffix
@@ -109,6 +115,10 @@ class Checker:
         while len(calls) > KEPT and calls[KEPT].ended:  # they end in their order
             calls.popleft()
         return call
+
+    def mark(self, what: str) -> None:
+        """Make it a part of the next collective that this was done before it."""
+        self._marks[what] = self._marks.get(what, 0) + 1
 
     def compare_early(self, call: Call) -> None:
         """A collective begins: compare it with what others have asked about it before."""

@@ -36,7 +36,7 @@ from phalanx.fsdp.parameter_group import ForwardCall, ParameterGroup
 from phalanx.fsdp.unsharded import ParameterSwap
 from phalanx.fsdp.write_epoch import WriteEpoch
 from phalanx.parallel.guards import every_rank_does, refuse
-from phalanx.parallel.wrapper import inside_backward, keeps_graph
+from phalanx.parallel.wrapper import accumulates_everywhere, inside_backward, keeps_graph
 
 
 class FsdpRuntime:
@@ -83,6 +83,7 @@ class FsdpRuntime:
         # Groups' forward passes inside each other; what error was being handled when each began.
         self._stack: list[tuple[ForwardCall, BaseException | None]] = []
         self._keeps_graph = False
+        self._accumulates = False  # whether the backward pass adds to gradients of parameters
         self._makes_graph = False  # a graph of backward, which will read parameters, too
         self._reached: dict[ParameterGroup, None] = {}  # by the backward pass, in order
         self._calls: list[ForwardCall] = []  # that the backward pass has come to
@@ -147,7 +148,7 @@ class FsdpRuntime:
             if self.compression is not None:
                 self.compression.compressor.rollback()
             self._close_backward()
-        self.plan.world.mark("FSDP.forward")
+        self.plan.world.mark("FSDP.forward()")
         self.write_epoch.settle()
         self.swap.swap_in("forward")
         self._order = []
@@ -233,6 +234,7 @@ class FsdpRuntime:
         if not self.in_backward:
             self.in_backward = True
             self._keeps_graph = keeps_graph()
+            self._accumulates = accumulates_everywhere()
             self.swap.swap_in("backward")  # for checkpoints, which are computed again
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -288,6 +290,7 @@ class FsdpRuntime:
     ) -> None:
         """Autograd has the whole gradient of an unsharded parameter."""
         self._begin_backward()
+        self._accumulates = True
         group.begin_backward()
         self._reached[group] = None
         if self.synchronize:
@@ -320,7 +323,7 @@ class FsdpRuntime:
 
     @every_rank_does("FSDP")
     def _reduce_once(self, group: ParameterGroup) -> None:
-        if self.synchronize and group.owes:
+        if self.synchronize and self._accumulates and group.owes:
             group.reduced = True
             self._reduce(group)
 
@@ -384,7 +387,7 @@ class FsdpRuntime:
                 call.spent |= call.entered
             call.entered.clear()
         reduced: list[nn.Parameter] = []
-        if self.synchronize:
+        if self.synchronize and self._accumulates:
             reached = sorted(self._reached, key=lambda group: group.surrounds)
             groups = dict.fromkeys((*reached, *self.groups))
             reduced = self.finish_reduction([group for group in groups if group.owes])

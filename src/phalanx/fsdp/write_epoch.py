@@ -62,7 +62,7 @@ class WriteEpoch:
         self._depth += 1
         if self._writer is not None:
             return
-        self._world.mark(f"FSDP: before {what}")
+        self._world.mark(f"FSDP begins {what}")
         self._wait_for_writers()
         for group in self._groups:
             group.reshard()
