@@ -299,6 +299,6 @@ def test_arguments_in_another_order_or_of_another_kind_are_told(wrap: Any):
         with pytest.raises(TypeError, match="takes a module, then a backend, not SimulatedBackend"):
             wrap(backend, nn.Linear(1, 1))
         with pytest.raises(TypeError, match="is a ShardingStrategy, such as"):
-            phalanx.FSDP(nn.Linear(1, 1), backend, strategy="full_shard")  # type: ignore[arg-type]
+            phalanx.FSDP(nn.Linear(1, 1), backend, strategy=3)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="takes a function, then the number of ranks"):
             phalanx.simulate(2, print)  # type: ignore[arg-type]

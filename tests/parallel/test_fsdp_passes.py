@@ -203,19 +203,6 @@ def test_evaluation_gives_what_the_plain_model_gives_and_needs_no_backward(grad:
     on_ranks(where, RANKS, mlp, body)
 
 
-def test_ranks_may_evaluate_different_numbers_of_batches_where_parameters_are_common():
-    """There no messages are sent for a forward pass."""
-
-    def body(model: nn.Module, backend: Backend) -> None:
-        fsdp = FSDP(model, backend)
-        with torch.no_grad():
-            for number in range(backend.rank):
-                fsdp(x_of(0, number))
-        once(fsdp, backend.rank)
-
-    on_ranks(COMMON, 3, mlp, body)
-
-
 def test_buffers_are_rank_0_s_when_it_is_built_and_each_rank_s_own_afterwards():
     def body(model: nn.Module, backend: Backend) -> list[float]:
         model[0].running_mean.fill_(backend.rank + 1)
