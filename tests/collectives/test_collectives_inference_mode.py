@@ -1,7 +1,7 @@
 """`torch.inference_mode()`: tensors that are made in it, and collectives that are called in it.
 
-torch lets such a tensor, and what is made of it, be written in the mode only. A collective writes it
-after the mode, too, from other threads, and keeps memory from one call to the next.
+torch lets such a tensor, and what is made of it, be written in the mode only. A collective writes
+it after the mode, too, from other threads, and keeps memory from one call to the next.
 """
 
 from __future__ import annotations
