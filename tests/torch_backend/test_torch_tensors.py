@@ -145,18 +145,6 @@ def test_tensors_of_inference_mode_get_what_gloo_gives_others(
     torch.testing.assert_close(run(lambda rank: act(rank, True), kind=kind), expected)
 
 
-def test_a_tensor_of_inference_mode_whose_bits_are_copied_to_it() -> None:
-    """It has room between its elements, and torch has no copy for its dtype."""
-
-    def act(rank: int) -> list[int]:
-        with torch.inference_mode():
-            tensor = torch.full((8,), 7 + rank, dtype=torch.uint16)[::2]
-        dist.broadcast(tensor, 1)
-        return tensor.tolist()  # type: ignore[no-any-return]
-
-    assert run(act) == [[8] * 4] * SIZE
-
-
 def test_sparse_tensors_of_inference_mode() -> None:
     def act(rank: int) -> Tensor:
         with torch.inference_mode():

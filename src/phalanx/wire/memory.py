@@ -69,7 +69,7 @@ def _bytes_of_buffer(view: memoryview) -> memoryview:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The tensor as memory that can be read as it is: itself, or a contiguous copy of it."""
+    """The tensor as plain memory: itself, another tensor of that memory, or a contiguous copy."""
     if not is_plain(tensor):
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         copy_bits(copy, tensor)
@@ -101,7 +101,7 @@ def copy_bits(into: Tensor, values: Tensor) -> None:
     dtype = values.dtype
     if dtype not in _COPIED:
         as_bits = _BITS[dtype.itemsize]
-        into, values = into.view(as_bits).detach(), values.detach().view(as_bits)
+        into, values = into.view(as_bits), values.detach().view(as_bits)
     into.copy_(values.detach())
 
 
