@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.profiler import profile
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch_functions import CHECKS, REFUSALS
 from worlds import run, run_gloo
 
@@ -130,6 +131,92 @@ def forms(rank: int) -> dict[str, Any]:
 
 def test_the_forms_of_torch_s_c_plus_plus_class_give_what_gloo_gives() -> None:
     torch.testing.assert_close(run(forms), run_gloo(forms, 2))
+
+
+MANY: dict[str, Callable[[list[Tensor], int], object]] = {
+    "all_reduce": lambda two, _: group().allreduce(two),
+    "broadcast": lambda two, _: group().broadcast(two),
+    "reduce": lambda two, _: group().reduce(two, dist.ReduceOptions()),
+    "all_gather": lambda two, _: group().allgather([two, two], two),
+    "gather": lambda two, _: group().gather([two, two], two, dist.GatherOptions()),
+    "scatter": lambda two, _: group().scatter(two, [two, two], dist.ScatterOptions()),
+    "reduce_scatter": lambda two, _: group().reduce_scatter(two, [two, two]),
+    "send": lambda two, rank: group().send(two, 1 - rank, 0),
+    "recv": lambda two, rank: group().recv(two, 1 - rank, 0),
+}
+
+
+def group() -> Any:
+    return dist.group.WORLD
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_a_list_of_several_tensors_is_refused_before_anything_is_sent(name: str) -> None:
+    def act(rank: int) -> None:
+        words = rf"rank {rank}: {name}: it takes one tensor a call, not a list of 2: call it for"
+        with pytest.raises(RuntimeError, match=words):
+            MANY[name]([torch.zeros(2), torch.zeros(2)], rank)
+        dist.all_reduce(torch.zeros(2))
+
+    run(act)
+
+
+# Operators and modes of torch's ----------------------------------------------------------------
+
+
+def test_functional_operators_with_memory_for_their_results_give_what_gloo_gives() -> None:
+    """All that torch has, which Inductor's passes put into programs."""
+
+    def act(rank: int) -> dict[str, list[float]]:
+        ops: Any = torch.ops._c10d_functional
+        name = group().group_name
+        given = torch.arange(4.0) + rank
+        calls: dict[str, Callable[[], Tensor]] = {
+            "all_gather_into_tensor_out": lambda: ops.all_gather_into_tensor_out(
+                given, 2, name, out=torch.empty(8)
+            ),
+            "reduce_scatter_tensor_out": lambda: ops.reduce_scatter_tensor_out(
+                given, "sum", 2, name, out=torch.empty(2)
+            ),
+        }
+        known = {op.split("::")[1] for op in torch._C._dispatch_get_all_op_names()}
+        return {
+            name: ops.wait_tensor(call()).tolist() for name, call in calls.items() if name in known
+        }
+
+    assert run(act) == run_gloo(act, 2)
+
+
+COUNTED: dict[str, Callable[[int, Tensor], object]] = {
+    "all_reduce": lambda _, tensor: dist.all_reduce(tensor),
+    "async": lambda _, tensor: dist.all_reduce(tensor, async_op=True).wait(),
+    "broadcast": lambda _, tensor: dist.broadcast(tensor, 0),
+    "reduce": lambda _, tensor: dist.reduce(tensor, 0),
+    "all_gather": lambda _, tensor: dist.all_gather(list(torch.empty(2, 4)), tensor),
+    "in one": lambda _, tensor: dist.all_gather_into_tensor(torch.empty(8), tensor),
+    "gather": lambda rank, tensor: dist.gather(tensor, None if rank else list(torch.ones(2, 4))),
+    "scatter": lambda rank, tensor: dist.scatter(tensor, None if rank else [tensor, tensor]),
+    "reduce_scatter": lambda _, tensor: dist.reduce_scatter_tensor(torch.empty(2), tensor),
+    "all_to_all": lambda _, tensor: dist.all_to_all_single(torch.empty(4), tensor),
+    "barrier": lambda *_: dist.barrier(),
+    "functional": lambda _, tensor: functional.all_reduce(tensor, "sum", group()).sum(),
+    "DTensor": lambda _, tensor: distribute_tensor(
+        tensor, init_device_mesh("cpu", (2,)), [Shard(0)]
+    ).full_tensor(),
+}
+
+
+def test_comm_debug_mode_counts_what_it_counts_with_gloo() -> None:
+    def act(rank: int) -> dict[str, dict[str, int]]:
+        found = {}
+        for name, call in COUNTED.items():
+            with CommDebugMode() as mode:
+                call(rank, torch.ones(4))
+            found[name] = {str(op): count for op, count in mode.get_comm_counts().items()}
+        assert "c10d_functional" in mode.generate_comm_debug_tracing_table(noise_level=3)
+        return found
+
+    assert run(act) == run_gloo(act, 2)
 
 
 # The profiler ----------------------------------------------------------------------------------

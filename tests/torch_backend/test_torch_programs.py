@@ -110,6 +110,15 @@ def in_the_graph(values: Tensor) -> Tensor:
     return total + 1
 
 
+def in_the_graph_with_memory_for_the_result(values: Tensor) -> Tensor:
+    """What Inductor makes of an all_gather."""
+    operators: Any = torch.ops._c10d_functional
+    group: Any = dist.group.WORLD
+    whole, name = torch.empty(SIZE * len(values)), group.group_name
+    operators.wait_tensor(operators.all_gather_into_tensor_out(values, SIZE, name, out=whole))
+    return whole + 1
+
+
 def breaks_the_graph(values: Tensor) -> Tensor:
     """Calls that torch does not compile, which are made from within a compiled function."""
     rank = dist.get_rank()
@@ -131,7 +140,11 @@ def breaks_the_graph(values: Tensor) -> Tensor:
 
 def compiled(rank: int) -> None:
     values = torch.arange(3.0) + rank
-    for function, whole_graph in ((in_the_graph, True), (breaks_the_graph, False)):
+    for function, whole_graph in (
+        (in_the_graph, True),
+        (in_the_graph_with_memory_for_the_result, True),
+        (breaks_the_graph, False),
+    ):
         expected = function(values)
         fast = torch.compile(function, backend="aot_eager", fullgraph=whole_graph)
         assert torch.equal(fast(values), expected)

@@ -380,6 +380,17 @@ def check_coalescing_manager(rank: int, size: int) -> None:
     manager.wait()
 
 
+@check
+def check_premul_sum(rank: int, size: int) -> None:
+    op = dist._make_nccl_premul_sum(float(rank + 1))
+    tensor = torch.full((3,), 2.0)
+    dist.all_reduce(tensor, op)
+    equal(tensor, torch.full((3,), float(size * (size + 1))))
+    part = torch.empty(2)
+    dist.reduce_scatter(part, [torch.full((2,), 2.0 + other) for other in range(size)], op)
+    equal(part, torch.full((2,), (2.0 + rank) * size * (size + 1) / 2))
+
+
 REFUSALS: dict[str, Check] = {}
 
 
@@ -404,9 +415,3 @@ def refuse_split_group(rank: int, size: int) -> None:
     """By torch up to 2.14, on CPUs, for any backend; from then on by this one."""
     with pytest.raises(Exception, match=r"(?i)split|device"):
         dist.split_group(split_ranks=[list(range(size))])
-
-
-@refusal
-def refuse_premul_sum(rank: int, size: int) -> None:
-    with pytest.raises(RuntimeError, match="PREMUL_SUM"):
-        dist.all_reduce(torch.ones(2), dist._make_nccl_premul_sum(2.0))

@@ -29,7 +29,7 @@ from phalanx.core.backend import Backend
 from phalanx.core.steps import Program
 from phalanx.core.work import Work
 from phalanx.errors import MisuseError, SizeMismatchError, UnsupportedOperationError
-from phalanx.wire.memory import copy_bits, is_plain, plain
+from phalanx.wire.memory import copy_bits, is_plain, outside_inference_mode, plain
 
 PendingCollective = Work  # its public name
 
@@ -82,6 +82,7 @@ class ProgramRequest(Request[T]):
 def collective(define: Callable[P, Request[T]]) -> Callable[P, T]:
     """The blocking form of a collective, of the function that says what is asked for."""
 
+    @outside_inference_mode
     @wraps(define)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         return define(*args, **kwargs).run()
@@ -96,6 +97,7 @@ def asynchronous(blocking: Callable[P, T]) -> Callable[P, Work[T]]:
     define: Callable[P, Request[T]] = blocking.request  # type: ignore[attr-defined]
     name = define.__name__
 
+    @outside_inference_mode
     @wraps(define)
     def issue(*args: P.args, **kwargs: P.kwargs) -> Work[T]:
         return define(*args, **kwargs).issue()
@@ -230,10 +232,8 @@ def out_for(
             memory = backend.empty(*shape, dtype=dtype, device=device)
         return memory, lambda: memory
     check_into(into, shape, dtype, backend, op, device=device)
-    if is_plain(into):
-        memory = into.detach()
-    else:
-        memory = backend.empty(*shape, dtype=dtype, device=into.device)
+    empty = backend.empty
+    memory = plain(into) if is_plain(into) else empty(*shape, dtype=dtype, device=into.device)
     return memory, lambda: finish_into(into, memory)
 
 
@@ -243,11 +243,8 @@ def nothing() -> None:
 
 def work_in_place(tensor: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
     """Memory to work on in the place of `tensor`: itself, or a contiguous copy, copied back."""
-    if is_plain(tensor):
-        memory = tensor.detach() if tensor.requires_grad else tensor
-    else:
-        check_distinct(tensor)
-        memory = plain(tensor)
+    check_distinct(tensor)
+    memory = plain(tensor)
     return memory, lambda: finish_into(tensor, memory)
 
 

@@ -23,6 +23,7 @@ from phalanx.core.posted import Combine, PostedRound, Wait, WorkBase
 from phalanx.core.steps import Program, Round
 from phalanx.errors import DistributedError
 from phalanx.wire.frame import Channel, Kind
+from phalanx.wire.memory import outside_inference_mode
 
 T = TypeVar("T")
 SHOWN = 3  # of the works that a thread waits for, in messages
@@ -155,6 +156,7 @@ class Work(WorkBase, Generic[T]):
     # What the engine does with it -----------------------------------------------------------
 
     @override
+    @outside_inference_mode
     def advance(self) -> None:
         engine = self.group.engine
         try:

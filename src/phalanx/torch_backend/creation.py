@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed
+from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from xxhash import xxh3_64_hexdigest
 
@@ -17,10 +19,12 @@ from phalanx.launch.init import announce
 from phalanx.launch.publish import publish
 from phalanx.torch_backend.errors import as_torch
 from phalanx.torch_backend.other_devices import OtherDevices, named_for_devices
-from phalanx.torch_backend.process_group import VERSION, PhalanxProcessGroup
+from phalanx.torch_backend.process_group import CONTAINS_BACKENDS, VERSION, PhalanxProcessGroup
 from phalanx.torch_backend.rendezvous import meet
 
 OLDEST = (2, 9)
+native: Any = torch._C._distributed_c10d
+make_library: Any = torch.library.Library
 
 
 def create_group(options: Any, backend_options: object) -> PhalanxProcessGroup:
@@ -31,6 +35,8 @@ def create_group(options: Any, backend_options: object) -> PhalanxProcessGroup:
     """
     try:
         check_version()
+        if VERSION < CONTAINS_BACKENDS:
+            replace_all_gather_out()
         metrics.wanted(os.environ)
         named = named_for_devices(options.group_rank)
         timeout = options.timeout.total_seconds()
@@ -58,6 +64,25 @@ def _default_group() -> PhalanxProcessGroup | None:
     """The default group, if it is ours."""
     default = c10d._get_default_group() if torch.distributed.is_initialized() else None
     return default if isinstance(default, PhalanxProcessGroup) else None
+
+
+@cache
+def replace_all_gather_out() -> Any:
+    """Let `torch.ops._c10d_functional.all_gather_into_tensor_out` call the method of the group.
+
+    The programs that Inductor compiles call it. torch's own one looks for a backend in the group,
+    and ours, a group that is written in Python, has none there.
+    """
+
+    def gather(tensor: Tensor, group_size: int, group: Any, *, out: Tensor) -> Tensor:
+        found = native._resolve_process_group(group) if isinstance(group, str) else group
+        native._register_work(out, found._allgather_base(out, tensor.contiguous()))
+        return out
+
+    library: Any = make_library("_c10d_functional", "IMPL")
+    for devices in ("CPU", "CUDA", "XPU", "PrivateUse1"):
+        library.impl("all_gather_into_tensor_out", gather, devices)
+    return library
 
 
 def check_version() -> None:

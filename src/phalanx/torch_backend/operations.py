@@ -39,11 +39,16 @@ REDUCE_OPS: Mapping[Any, ReduceOp] = MappingProxyType(
 
 
 class Settings(NamedTuple):
-    """What a call says beside its tensors; `timeout` is None for the group's."""
+    """What a call says beside its tensors.
+
+    timeout  None for the group's
+    factor   of PREMUL_SUM: what this rank gives is multiplied by it first
+    """
 
     op: ReduceOp = ReduceOp.SUM
     root: int = 0
     timeout: float | None = None
+    factor: float = 1.0
 
 
 class Asked(NamedTuple):
@@ -116,23 +121,29 @@ def refuse(problem: str, backend: Backend, op: str) -> SizeMismatchError:
 def only(tensors: Any, backend: Backend, op: str) -> Any:
     """The one element of a list of one; or what is no list."""
     if not isinstance(tensors, (list, tuple)):
-        return with_memory(tensors)
+        return tensors
     if len(tensors) != 1:
-        raise refuse(f"it takes a list of one, not of {len(tensors)}", backend, op)
-    return with_memory(tensors[0])
+        problem = f"it takes one tensor a call, not a list of {len(tensors)}: call it for each"
+        raise refuse(problem, backend, op)
+    return tensors[0]
 
 
-def with_memory(tensor: Tensor) -> Tensor:
-    """The tensor; waits for the result of a functional collective, which has no memory before."""
+def memory_of(tensor: Tensor) -> Tensor:
+    """The tensor's memory, as a tensor with a version counter of its own.
+
+    Autograd is not told that a collective changes a tensor: what it has saved of it is used as it
+    is then, as with torch's own backends. Waits for the result of a functional collective, which
+    has no memory before.
+    """
     if type(tensor) is not Tensor and isinstance(tensor, AsyncCollectiveTensor):
         waiting: Any = tensor
         tensor = waiting.trigger_wait()
-    return tensor
+    return tensor.data
 
 
 def flat(tensor: Tensor) -> Tensor:
     """The values of a tensor, in one dimension: its memory, or a contiguous copy."""
-    return plain(with_memory(tensor)).view(-1)
+    return plain(memory_of(tensor)).view(-1)
 
 
 def check_list(
@@ -197,11 +208,12 @@ def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
     if place > storage.data_ptr() + storage.nbytes():
         return None  # neighbours by chance, in two storages
     count = sum(tensor.numel() for tensor in tensors)
-    return first.detach().as_strided((count,), (1,))
+    return first.as_strided((count,), (1,))
 
 
 def joined(tensors: Sequence[Tensor], backend: Backend) -> Tensor:
     """The values of some tensors as one flat tensor."""
+    tensors = list(map(memory_of, tensors))
     whole = adjacent(tensors)
     if whole is None:
         whole = _room(tensors, backend)
@@ -225,20 +237,20 @@ def taken_apart(
     tensors: Sequence[Tensor], backend: Backend, request: Callable[[Tensor], Any]
 ) -> Any:
     """`request(into)` for flat memory of which some tensors get their parts in the end."""
+    tensors = list(map(memory_of, tensors))
     whole = adjacent(tensors)
     if whole is not None:
-        made = request(whole)
-        finish_after(made, lambda: torch.autograd.graph.increment_version(tensors))
-        return made
+        return request(whole)
     whole = _room(tensors, backend)
     made = request(whole)
     finish_after(made, lambda: [finish_into(t, part) for t, part in _parts(tensors, whole)])
     return made
 
 
-def _ask(function: Any, *arguments: Any, **options: Any) -> Any:
-    """The request of one of our collectives."""
-    return function.request(*arguments, **options)
+def _ask(function: Any, given: Any, *arguments: Any, **options: Any) -> Any:
+    """The request of one of our collectives, of the memory of a tensor, if one is given."""
+    memory = memory_of(given) if isinstance(given, Tensor) else given
+    return function.request(memory, *arguments, **options)
 
 
 # ------------------------------------------------------------------------------
@@ -273,7 +285,7 @@ def _sparse_all_reduce(backend: Backend, s: Settings, tensor: Tensor) -> Request
             total += torch.sparse_coo_tensor(indices, values, own.shape, check_invariants=False)
         if s.op is ReduceOp.MEAN:
             total /= backend.world_size
-        with torch.no_grad():
+        with torch.inference_mode(mode=tensor.is_inference()), torch.no_grad():
             tensor.copy_(total.coalesce())
 
     request.result = result
@@ -281,7 +293,7 @@ def _sparse_all_reduce(backend: Backend, s: Settings, tensor: Tensor) -> Request
 
 
 def _all_reduce_coalesced(backend: Backend, s: Settings, tensors: list[Tensor]) -> Asked:
-    memory = list(map(with_memory, tensors))
+    memory = list(map(memory_of, tensors))
     request = _ask(ours.all_reduce_coalesced_, memory, backend, s.op, timeout=s.timeout)
     return Asked(request, tensors)
 

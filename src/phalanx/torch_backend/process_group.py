@@ -17,6 +17,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import Backend as TorchBackend
 from torch.distributed import ProcessGroup
 from torch.distributed import ReduceOp as TorchReduceOp
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_map_only
 
 from phalanx.core.backend import MAX_TAG, Backend
 from phalanx.core.reduce_op import ReduceOp
@@ -29,7 +31,8 @@ from phalanx.torch_backend.operations import (
     REDUCE_OPS,
     Operation,
     Settings,
-    with_memory,
+    memory_of,
+    only,
 )
 from phalanx.torch_backend.other_devices import NAME, OtherDevices, tensors_in
 from phalanx.torch_backend.work import (
@@ -39,9 +42,11 @@ from phalanx.torch_backend.work import (
     seconds_of,
     untraced,
 )
+from phalanx.wire.memory import outside_inference_mode
 
 CPU = torch.device("cpu")
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+SUM = ReduceOp.SUM, 1.0  # of values that are not multiplied by a factor before
 CONTAINS_BACKENDS = (2, 14)  # the version from which on a group consists of backends
 autograd: Any = torch.autograd
 _profiled: Callable[[], bool] = autograd._profiler_enabled
@@ -144,11 +149,15 @@ class Calls:
 
     # Calls ----------------------------------------------------------------------------------
 
+    @outside_inference_mode
     def _do(
         self, operation: Operation, tensors: tuple[Any, ...], settings: Settings, blocking: bool
     ) -> ProcessGroupWork:
         try:
             asked = operation.ask(self.backend, settings, *tensors)
+            if settings.factor != 1.0:  # now that all has been checked
+                tensors = premultiplied(operation, self.backend, settings, tensors)
+                asked = operation.ask(self.backend, settings, *tensors)
             if blocking:
                 asked.request.run()
                 return self._begun(ProcessGroupWork(asked.tensors))
@@ -168,30 +177,23 @@ class Calls:
         options: Any = rest[0] if rest else named.get("opts")
         if hasattr(options, "asyncOp"):
             short, timeout = operation.short, options.timeout
-            op = self._op(options.reduceOp, operation) if "op" in short else ReduceOp.SUM
+            op, factor = self._op(options.reduceOp) if "op" in short else SUM
             root = options.rootRank if "root" in short else 0
-            return Settings(op, root, seconds_of(timeout)), not options.asyncOp
+            return Settings(op, root, seconds_of(timeout), factor), not options.asyncOp
         given = dict(zip((*operation.short, "timeout"), rest, strict=False)) | named
-        op = self._op(given["op"], operation) if "op" in given else ReduceOp.SUM
-        return Settings(op, given.get("root", 0), seconds_of(given.get("timeout"))), False
+        op, factor = self._op(given["op"]) if "op" in given else SUM
+        timeout = seconds_of(given.get("timeout"))
+        return Settings(op, given.get("root", 0), timeout, factor), False
 
-    def _op(self, op: Any, operation: Operation) -> ReduceOp:
+    def _op(self, op: Any) -> tuple[ReduceOp, float]:
         if op == TorchReduceOp.SUM:  # a look into the table takes 1 us more
-            return ReduceOp.SUM
+            return SUM
         if not isinstance(op, TorchReduceOp):
             op = TorchReduceOp(op)
-        known = REDUCE_OPS.get(op)
-        if known is None:
-            rank = self.backend.rank
-            raise as_torch(
-                UnsupportedOperationError(
-                    f"rank {rank}: {operation.name}: {NAME} has no {op.__getstate__()[0]}: scale "
-                    "the tensor before, and use SUM",
-                    rank=rank,
-                    op=operation.name,
-                )
-            )
-        return known
+        if op != TorchReduceOp.PREMUL_SUM:
+            return REDUCE_OPS[op], 1.0
+        factor = op.__getstate__()[1]
+        return ReduceOp.SUM, factor.item() if isinstance(factor, Tensor) else factor
 
     def _begun(self, work: ProcessGroupWork) -> ProcessGroupWork:
         if self._together is not None:
@@ -228,13 +230,14 @@ class Calls:
 
     # Messages -------------------------------------------------------------------------------
 
+    @outside_inference_mode
     def _message(
         self, name: str, tensors: Sequence[Tensor], begin: Callable[[Tensor], Work[Any]]
     ) -> ProcessGroupWork:
-        (tensor,) = tensors
         try:
+            tensor = only(tensors, self.backend, name)
             with recorded(name, tensors) if _profiled() else nullcontext():
-                work = begin(with_memory(tensor))
+                work = begin(memory_of(tensor))
         except DistributedError as error:
             raise as_torch(error) from None
         return self._begun(ProcessGroupWork((tensor,), work))
@@ -317,8 +320,52 @@ class Calls:
             raise as_torch(error) from None
 
 
+def premultiplied(
+    operation: Operation, backend: Backend, s: Settings, tensors: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """The tensors of a call, with what is reduced multiplied: in place where the result will be."""
+    *outputs, given = tensors
+    copies = bool(outputs) or ("root" in operation.short and s.root != backend.rank)
+
+    def scale(tensor: Tensor) -> Tensor:
+        memory = memory_of(tensor)
+        if memory.is_sparse or not (memory.is_floating_point() or memory.is_complex()):
+            raise UnsupportedOperationError(
+                f"rank {backend.rank}: {operation.name}: PREMUL_SUM is for dense tensors of "
+                f"floating-point or complex numbers, not {memory.dtype}: scale it, and use SUM",
+                rank=backend.rank,
+                op=operation.name,
+            )
+        return torch.mul(memory, s.factor, out=None if copies else memory)
+
+    scaled = tree_map_only(Tensor, scale, given)
+    return (*outputs, scaled) if copies else tensors
+
+
+class Counted:
+    """What `CommDebugMode` takes for the operator that a group of torch's own calls."""
+
+    def __init__(self, packet: Any) -> None:
+        self._overloadpacket = packet
+
+    def __call__(self) -> None:
+        """Do nothing: the group does it."""
+
+    def __str__(self) -> str:
+        return f"{self._overloadpacket}.default"
+
+
+def count(method: str) -> None:
+    """Tell each `CommDebugMode` that a method of a group is called: nothing is dispatched here."""
+    packet = getattr(torch.ops.c10d, f"{method}_", None)
+    for mode in _get_current_dispatch_mode_stack():
+        if packet is not None and hasattr(mode, "comm_counts"):
+            mode.__torch_dispatch__(Counted(packet), ())  # type: ignore[no-untyped-call]
+
+
 def _method(name: str, operation: Operation) -> Callable[..., Any]:
-    count = operation.tensors
+    tensor_count = operation.tensors
+    counted_as = {new: old for old, new in OLD_NAMES.items()}.get(name, name)
 
     def call(self: Calls, *arguments: Any, **named: Any) -> Any:
         first = arguments[0] if arguments else None
@@ -328,8 +375,10 @@ def _method(name: str, operation: Operation) -> Callable[..., Any]:
             device = self._others.device(arguments, named)
             if device is not None:
                 return self._others.call(name, operation.name, device, *arguments, **named)
-        tensors = arguments[:count]
-        settings, blocking = self._settings(operation, arguments[count:], named)
+        if torch._C._len_torch_dispatch_stack():
+            count(counted_as)
+        tensors = arguments[:tensor_count]
+        settings, blocking = self._settings(operation, arguments[tensor_count:], named)
         if not _profiled():
             return self._do(operation, tensors, settings, blocking)
         with recorded(operation.name, tensors):

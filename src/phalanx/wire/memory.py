@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from phalanx.errors import UnsupportedOperationError
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Buffer = Any  # bytes, bytearray, memoryview, array: the buffer protocol has no type before 3.12
 
 
@@ -66,12 +69,31 @@ def _bytes_of_buffer(view: memoryview) -> memoryview:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The tensor as memory that can be read as it is: itself, or a contiguous copy of it."""
-    if is_plain(tensor):
-        return tensor.detach() if tensor.requires_grad else tensor
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    copy_bits(copy, tensor)
-    return copy
+    """The tensor as plain memory: itself, another tensor of that memory, or a contiguous copy."""
+    if not is_plain(tensor):
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        copy_bits(copy, tensor)
+        return copy
+    if tensor.is_inference():  # neither it nor a view of it may be written outside of the mode
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return alias.set_(tensor.detach())  # type: ignore[call-overload,no-any-return]
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def outside_inference_mode(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, which leaves `torch.inference_mode()` while it runs.
+
+    A tensor that is made in the mode can be written in it only: not by other threads, or later.
+    """
+
+    @wraps(function)
+    def outside(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(mode=False):
+            return function(*args, **kwargs)
+
+    return outside
 
 
 def copy_bits(into: Tensor, values: Tensor) -> None:
