@@ -295,6 +295,16 @@ class Slice(NamedTuple):
         return self.stop - self.start
 
 
+def slices_in(module: nn.Module) -> dict[Tensor, Slice]:
+    """Which part this rank has of each parameter that is in a wrapper, by the parameter."""
+    found: dict[Tensor, Slice] = {}
+    for _, wrapper in walk(module):
+        if isinstance(wrapper, Wrapper) and not wrapper.spreads:
+            pieces = wrapper.slices()
+            found.update((p, pieces[name]) for name, p in wrapper.named_parameters())
+    return found
+
+
 # ------------------------------------------------------------------------------
 # What torch says about the backward pass that runs.
 

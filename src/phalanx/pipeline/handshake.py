@@ -20,23 +20,36 @@ from phalanx import errors
 from phalanx.collectives import all_gather, all_gather_object
 from phalanx.core.backend import Backend
 from phalanx.errors import DesyncError, DistributedError, MisuseError, SizeMismatchError
-from phalanx.parallel.guards import check_agreement
+from phalanx.parallel.guards import check_agreement, refuse
 from phalanx.pipeline.stage_p2p import MessageLayout, Tree
 
 CALLS = ("train_step", "evaluate")
 NO_BATCH = -1  # in place of a number of samples
 
 
-def check_same_plan(lines: Sequence[str], problem: Exception | None, backend: Backend) -> None:
+def check_same_plan(
+    lines: Sequence[str], averages: tuple[bool, bool], problem: Exception | None, backend: Backend
+) -> None:
     """Raise on every rank if one has a problem, or unless all have the same lines.
 
-    Costs two messages of 8 bytes; the lines are exchanged only when they differ. The
+    averages   as `check_averaging` gives it
+
+    Costs messages of 24 and 8 bytes; the lines are exchanged only when they differ. The
     problem is raised on the rank that has it, an error of its kind on the others; different lines
-    are a `DesyncError` that names the first.
+    are a `DesyncError` that names the first; a `MisuseError` if only some stages are averaged.
     """
-    _exchange([], "Pipeline", "the making of a pipeline", problem, backend)
+    row, doing = [int(said) for said in averages], "the making of a pipeline"
+    rows = _exchange(row, "Pipeline", doing, problem, backend)
     remedy = "Give every rank the same layers, stages and configuration"
     check_agreement(lines, backend, op="Pipeline", remedy=remedy)
+    wraps, bare = ([rank for rank, row in enumerate(rows) if row[at]] for at in (0, 1))
+    if wraps and bare:
+        differ = (
+            f"rank {wraps[0]} has layers in what averages gradients, such as DDP or FSDP, and rank "
+            f"{bare[0]} trains parameters outside, whose replicas would differ: let each rank wrap "
+            "all layers of its own that it trains, or no rank any"
+        )
+        refuse("Pipeline", backend.rank, differ, peer=bare[0])
 
 
 def handshake(

@@ -34,6 +34,7 @@ from phalanx.pipeline.plan import (
     PipelineParallelConfig,
     PipelinePlan,
     PipelineStage,
+    check_averaging,
     make_plan,
     named_layers,
 )
@@ -100,19 +101,19 @@ class Pipeline(Wrapper):
         *,
         stages: Sequence[PipelineStage] | None = None,
     ) -> None:
-        plan, problem = PipelinePlan(), None
-        named: dict[str, nn.Module] = {}
+        plan, own, averages, problem = PipelinePlan(), nn.Sequential(), (False, False), None
         try:
             if not isinstance(config, PipelineParallelConfig):
                 raise TypeError(f"config has to be a PipelineParallelConfig, not {config!r}")
             named = named_layers(layers)
             plan = make_plan(named, config, stages, backend.rank, backend.world_size)
+            mine = [n for n, stage in enumerate(plan.stages) if stage.rank == backend.rank]
+            names = [name for number in mine for name in plan.names_in(number)]
+            own = nn.Sequential(OrderedDict((name, named[name]) for name in names))
+            averages = check_averaging(named, own, backend)
         except Exception as error:
             problem = error
-        check_same_plan(plan.lines, problem, backend)
-        mine = [number for number, stage in enumerate(plan.stages) if stage.rank == backend.rank]
-        names = [name for number in mine for name in plan.names_in(number)]
-        own = nn.Sequential(OrderedDict((name, named[name]) for name in names))
+        check_same_plan(plan.lines, averages, problem, backend)
         super().__init__(own, backend)
         self.config = config
         self._plan = plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from fractions import Fraction
 from functools import cache
@@ -17,8 +17,12 @@ from typing import NamedTuple
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from phalanx.core.backend import Backend
 from phalanx.errors import InvalidWorldSizeError, MisuseError, UnsupportedOperationError
+from phalanx.parallel.guards import refuse
+from phalanx.parallel.wrapper import Wrapper, slices_in, walk
 from phalanx.pipeline.schedules import SCHEDULES, even_sizes
 from phalanx.pipeline.stage_p2p import Tree, flatten, map_tensors
 
@@ -298,13 +302,21 @@ def _check_stages(stages: Sequence[PipelineStage], num_layers: int, count: int) 
 
 
 def _describe(layer: nn.Module) -> str:
-    """A layer for a comparison. Ranks may differ in what is frozen, and on which device."""
+    """A layer for a comparison, as the plain model has it. Ranks may differ in what is wrapped, in
+    what is frozen, and on which device.
+    """
+    slices, names = slices_in(layer), dict[nn.Parameter, str]()
+    for prefix, part in walk(layer):
+        for key, p in part._parameters.items():
+            if p is not None:
+                names.setdefault(p, prefix + key)
     shapes = [
-        f"{key} {str(p.dtype).removeprefix('torch.')} "
-        + ("lazy" if nn.parameter.is_lazy(p) else str(list(p.shape)))
-        for key, p in layer.named_parameters()
+        f"{name} {str(p.dtype).removeprefix('torch.')} "
+        + ("lazy" if is_lazy(p) else str(list(slices[p].shape if p in slices else p.shape)))
+        for p, name in names.items()
     ]
-    return f"{type(layer).__qualname__}({', '.join(shapes)})"
+    plain = next(part for _, part in walk(layer) if not isinstance(part, Wrapper))
+    return f"{type(plain).__qualname__}({', '.join(shapes)})"
 
 
 def _check_parameters(plan: PipelinePlan, layers: dict[str, nn.Module], rank: int) -> None:
@@ -334,6 +346,32 @@ def _check_parameters(plan: PipelinePlan, layers: dict[str, nn.Module], rank: in
                     rank=rank,
                     op="Pipeline",
                 )
+
+
+def check_averaging(
+    layers: Mapping[str, nn.Module], own: nn.Sequential, backend: Backend
+) -> tuple[bool, bool]:
+    """Whether layers are in wrappers that average gradients, and whether `own` is trained outside.
+
+    Raises `MisuseError` if one of `own`, which are this rank's, averages with another stage.
+    """
+
+    def averaging(layer: nn.Module) -> list[Wrapper]:
+        found = [part for part in layer.modules() if isinstance(part, Wrapper) and part.averages]
+        return [wrapper for wrapper in found if wrapper.backend.world_size > 1]
+
+    inside: set[nn.Parameter] = set()
+    for name, wrapper in ((n, w) for n, layer in own.named_children() for w in averaging(layer)):
+        inside.update(wrapper.parameters())
+        shared = set(wrapper.backend.ranks) & set(backend.ranks)
+        if wrapper.backend.engine is backend.engine and len(shared) > 1:
+            problem = (
+                f"layer {name} is in {type(wrapper).__name__} over ranks that train other layers: "
+                'wrap it over the ranks that have the same stage, such as mesh["data"]'
+            )
+            refuse("Pipeline", backend.rank, problem)
+    bare = any(p.requires_grad and p not in inside for p in own.parameters())
+    return any(averaging(layer) for layer in layers.values()), bare
 
 
 def measure_layer_costs(
