@@ -20,6 +20,7 @@ from phalanx import (
     Backend,
     DesyncError,
     DeviceMesh,
+    DistributedError,
     MisuseError,
     Pipeline,
     ReduceOp,
@@ -218,6 +219,24 @@ def test_a_part_of_a_layer_may_be_wrapped_and_the_plain_state_loads():
     assert {**first, **last}.keys() == expected.keys()
 
 
+def test_fsdp_may_build_a_stage_that_is_on_the_meta_device_as_the_others_are():
+    model = deep(4)
+    loss = F.mse_loss(model(batch(16)[0]), batch(16)[1])
+
+    def run(backend: Backend) -> float:
+        mesh = grid(backend)
+        with torch.device("meta"):
+            layers = list(deep(4))
+        for number in own(2, mesh["stage"].rank, "1f1b", layers=4):
+            layers[number] = FSDP(layers[number], mesh["data"])
+        pipeline = piped(mesh["stage"], layers)
+        load_full_state_dict(pipeline, model.state_dict())
+        mean = pipeline.train_step(*[rows_of(p, mesh["data"]) for p in batch(16)], F.mse_loss)
+        return all_reduce(mean, mesh["data"], ReduceOp.MEAN).item()
+
+    assert simulate(run, 4) == pytest.approx([loss.item()] * 4)
+
+
 # What is refused ------------------------------------------------------------------------------
 
 
@@ -274,6 +293,38 @@ def test_a_wrapper_over_the_ranks_of_other_stages_is_refused(wrap: Wrap, axis: s
         assert error.rank == rank % 2
         assert f"is in {wrap.__name__} over ranks that train other layers" in str(error)
         assert 'such as mesh["data"]' in str(error)
+
+
+def test_a_stage_that_would_leave_out_a_micro_batch_is_refused():
+    """The other stages would go on with all of them."""
+
+    def wrap_own(mesh: DeviceMesh, layers: list[nn.Module]) -> None:
+        number = mesh["stage"].rank
+        layers[number] = DDP(layers[number], mesh["data"], skip_nonfinite=number == 1)
+
+    for error in refused(wrap_own):
+        assert isinstance(error, MisuseError)
+        assert "rank 1: Pipeline: layer 1 is in DDP with skip_nonfinite" in str(error)
+        assert "let phalanx.GradScaler skip the whole step" in str(error)
+
+
+def test_a_replica_that_wraps_fewer_layers_than_the_other_trains_nothing():
+    """Its own pipeline refuses them; the other's ranks hear that it has left."""
+
+    def run(backend: Backend) -> BaseException | None:
+        mesh, layers = grid(backend), [nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)]
+        stage, replica = mesh["stage"].rank, mesh["data"].rank
+
+        def build() -> None:
+            if (stage, replica) != (1, 1):
+                layers[stage] = DDP(layers[stage], mesh["data"])
+            piped(mesh["stage"], layers)
+
+        return outcome_of(build)
+
+    errors = simulate(run, 4)
+    assert all(isinstance(error, DistributedError) for error in errors)
+    assert all("rank 1 trains parameters outside" in str(error) for error in errors[2:])
 
 
 def test_other_layers_and_other_shapes_are_named_as_the_plain_model_has_them():

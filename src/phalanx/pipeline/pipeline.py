@@ -81,9 +81,10 @@ class Pipeline(Wrapper):
         gradients = [p.grad for p in pipeline.parameters() if p.grad is not None]
         all_reduce_coalesced_(gradients, mesh["data"], ReduceOp.MEAN)
 
-    or layers in DDP or FSDP over `mesh["data"]`, which average in each backward pass. Layers may
-    also be cut over `mesh["tensor"]` by `parallelize`. All ranks with the same part then save and
-    load a checkpoint together: `backend=mesh["data", "stage"]`.
+    or layers in DDP or FSDP over `mesh["data"]`, which average in each backward pass: each rank
+    wraps all of its own that it trains; those of others may be wrapped or plain. Layers may also be
+    cut over `mesh["tensor"]` by `parallelize`, on every rank alike. All ranks with the same part
+    then save and load a checkpoint together: `backend=mesh["data", "stage"]`.
 
     Raises on every rank `DesyncError` if the ranks are given different pipelines,
     `UnsupportedOperationError` if layers on different ranks share a parameter,

@@ -353,25 +353,27 @@ def check_averaging(
 ) -> tuple[bool, bool]:
     """Whether layers are in wrappers that average gradients, and whether `own` is trained outside.
 
-    Raises `MisuseError` if one of `own`, which are this rank's, averages with another stage.
+    Raises `MisuseError` if one of `own`, this rank's layers, averages with another stage, or skips
+    non-finite gradients, which it would do for one micro-batch in one stage.
     """
 
     def averaging(layer: nn.Module) -> list[Wrapper]:
-        found = [part for part in layer.modules() if isinstance(part, Wrapper) and part.averages]
-        return [wrapper for wrapper in found if wrapper.backend.world_size > 1]
+        return [part for part in layer.modules() if isinstance(part, Wrapper) and part.averages]
 
     inside: set[nn.Parameter] = set()
     for name, wrapper in ((n, w) for n, layer in own.named_children() for w in averaging(layer)):
         inside.update(wrapper.parameters())
+        what = f"layer {name} is in {type(wrapper).__name__}"
         shared = set(wrapper.backend.ranks) & set(backend.ranks)
         if wrapper.backend.engine is backend.engine and len(shared) > 1:
-            problem = (
-                f"layer {name} is in {type(wrapper).__name__} over ranks that train other layers: "
-                'wrap it over the ranks that have the same stage, such as mesh["data"]'
-            )
-            refuse("Pipeline", backend.rank, problem)
+            what += " over ranks that train other layers: wrap it over those that have the same "
+            refuse("Pipeline", backend.rank, what + 'stage, such as mesh["data"]')
+        if getattr(wrapper, "_finite", None) is not None:
+            what += " with skip_nonfinite, which would leave out a micro-batch in one stage only: "
+            refuse("Pipeline", backend.rank, what + "let phalanx.GradScaler skip the whole step")
     bare = any(p.requires_grad and p not in inside for p in own.parameters())
-    return any(averaging(layer) for layer in layers.values()), bare
+    wrappers = [wrapper for layer in layers.values() for wrapper in averaging(layer)]
+    return any(wrapper.backend.world_size > 1 for wrapper in wrappers), bare
 
 
 def measure_layer_costs(
