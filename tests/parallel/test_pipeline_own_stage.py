@@ -240,7 +240,7 @@ def test_fsdp_may_build_a_stage_that_is_on_the_meta_device_as_the_others_are():
 # What is refused ------------------------------------------------------------------------------
 
 
-def refused(wrap_here: Callable[[DeviceMesh, list[nn.Module]], None], **options: Any) -> list[Any]:
+def refused(wrap_here: Callable[[DeviceMesh, list[nn.Module]], None]) -> list[Any]:
     """The errors of 2 x 2 ranks which build a pipeline of two layers, wrapped so."""
 
     def run(backend: Backend) -> BaseException | None:
@@ -248,7 +248,7 @@ def refused(wrap_here: Callable[[DeviceMesh, list[nn.Module]], None], **options:
         mesh = grid(backend)
         layers: list[nn.Module] = [nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)]
         wrap_here(mesh, layers)
-        error = outcome_of(lambda: piped(mesh["stage"], layers, **options))
+        error = outcome_of(lambda: piped(mesh["stage"], layers))
         backend.barrier()
         return error
 
@@ -262,18 +262,46 @@ def test_a_rank_that_trains_layers_outside_while_others_wrap_is_named(
 ):
     """By the rank, which layer it wraps: rank 1 none; rank 0 that of rank 1; both the other's."""
 
-    def wrap_one(mesh: DeviceMesh, layers: list[nn.Module]) -> None:
+    def run(backend: Backend) -> BaseException | None:
+        mesh, layers = grid(backend), [nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)]
         if mesh["stage"].rank in which:
             number = which[mesh["stage"].rank]
             layers[number] = wrap(layers[number], mesh["data"])
+        pipeline = piped(mesh["stage"], layers)
+        error = outcome_of(lambda: pipeline.train_step(*batch(8), F.mse_loss))
+        assert pipeline.evaluate(*batch(8), F.mse_loss) > 0, "the group is whole"
+        return error
 
-    bare = 1 if which == {0: 0} else 0
-    for rank, error in enumerate(refused(wrap_one)):
+    outside = [stage for stage in (0, 1) if which.get(stage) != stage]
+    for rank, error in enumerate(simulate(run, 4)):
         assert isinstance(error, MisuseError)
         assert error.rank == rank % 2
-        assert error.peer == bare
-        assert f"rank {bare} trains parameters outside" in str(error)
-        assert "let each rank wrap all layers of its own that it trains" in str(error)
+        mine = rank % 2 in outside
+        said = f"{rank % 2}.weight" if mine else f"rank {outside[0]}: {outside[0]}.weight"
+        assert f"train_step: {said} is trained outside" in str(error)
+        assert "Let each rank wrap all layers of its own that it trains" in str(error)
+
+
+def test_a_stage_that_is_frozen_at_first_is_refused_when_it_is_trained():
+    def run(backend: Backend) -> tuple[BaseException | None, ...]:
+        mesh, layers = grid(backend), list(deep(4))
+        for layer in layers[:2]:
+            layer.requires_grad_(False)
+        if mesh["stage"].rank == 1:
+            layers[2] = DDP(layers[2], mesh["data"])
+        pipeline = piped(mesh["stage"], layers)
+
+        def step() -> None:
+            pipeline.train_step(*batch(8), F.mse_loss)
+
+        before = outcome_of(step)
+        pipeline.requires_grad_(True)
+        return before, outcome_of(step)
+
+    for before, after in simulate(run, 4):
+        assert before is None
+        assert isinstance(after, MisuseError)
+        assert "0.weight is trained outside" in str(after)
 
 
 @pytest.mark.parametrize("wrap", [DDP, FSDP])
@@ -318,13 +346,13 @@ def test_a_replica_that_wraps_fewer_layers_than_the_other_trains_nothing():
         def build() -> None:
             if (stage, replica) != (1, 1):
                 layers[stage] = DDP(layers[stage], mesh["data"])
-            piped(mesh["stage"], layers)
+            piped(mesh["stage"], layers).train_step(*batch(8), F.mse_loss)
 
         return outcome_of(build)
 
     errors = simulate(run, 4)
     assert all(isinstance(error, DistributedError) for error in errors)
-    assert all("rank 1 trains parameters outside" in str(error) for error in errors[2:])
+    assert all("1.weight is trained outside" in str(error) for error in errors[2:])
 
 
 def test_other_layers_and_other_shapes_are_named_as_the_plain_model_has_them():

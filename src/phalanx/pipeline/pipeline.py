@@ -102,7 +102,8 @@ class Pipeline(Wrapper):
         *,
         stages: Sequence[PipelineStage] | None = None,
     ) -> None:
-        plan, own, averages, problem = PipelinePlan(), nn.Sequential(), (False, False), None
+        plan, own, averages, problem = PipelinePlan(), nn.Sequential(), False, None
+        outside: dict[str, nn.Parameter] = {}
         try:
             if not isinstance(config, PipelineParallelConfig):
                 raise TypeError(f"config has to be a PipelineParallelConfig, not {config!r}")
@@ -111,11 +112,12 @@ class Pipeline(Wrapper):
             mine = [n for n, stage in enumerate(plan.stages) if stage.rank == backend.rank]
             names = [name for number in mine for name in plan.names_in(number)]
             own = nn.Sequential(OrderedDict((name, named[name]) for name in names))
-            averages = check_averaging(named, own, backend)
+            averages, outside = check_averaging(named, own, backend)
         except Exception as error:
             problem = error
-        check_same_plan(plan.lines, averages, problem, backend)
+        averages = check_same_plan(plan.lines, averages, problem, backend)
         super().__init__(own, backend)
+        self._never_averaged = outside if averages else {}
         self.config = config
         self._plan = plan
         self._layouts: Layouts = {}
@@ -235,6 +237,13 @@ class Pipeline(Wrapper):
             if timeout is not None:
                 check_timeout(timeout)
             counts = self._samples(inputs, targets, loss, config.num_micro_batches if train else 1)
+            for name, parameter in self._never_averaged.items() if train else ():
+                if parameter.requires_grad:
+                    raise MisuseError(
+                        f"{name} is trained outside of what averages gradients, such as DDP, and "
+                        "other layers inside: its replicas would differ. Let each rank wrap all "
+                        "layers of its own that it trains, or no rank any"
+                    )
         except Exception as error:
             problem = error
         metadata = step_metadata(self.module, inputs if rank == 0 and problem is None else None)

@@ -350,8 +350,8 @@ def _check_parameters(plan: PipelinePlan, layers: dict[str, nn.Module], rank: in
 
 def check_averaging(
     layers: Mapping[str, nn.Module], own: nn.Sequential, backend: Backend
-) -> tuple[bool, bool]:
-    """Whether layers are in wrappers that average gradients, and whether `own` is trained outside.
+) -> tuple[bool, dict[str, nn.Parameter]]:
+    """Whether layers are in wrappers that average gradients, and the parameters of `own` outside.
 
     Raises `MisuseError` if one of `own`, this rank's layers, averages with another stage, or skips
     non-finite gradients, which it would do for one micro-batch in one stage.
@@ -371,9 +371,9 @@ def check_averaging(
         if getattr(wrapper, "_finite", None) is not None:
             what += " with skip_nonfinite, which would leave out a micro-batch in one stage only: "
             refuse("Pipeline", backend.rank, what + "let phalanx.GradScaler skip the whole step")
-    bare = any(p.requires_grad and p not in inside for p in own.parameters())
     wrappers = [wrapper for layer in layers.values() for wrapper in averaging(layer)]
-    return any(wrapper.backend.world_size > 1 for wrapper in wrappers), bare
+    averages = any(wrapper.backend.world_size > 1 for wrapper in wrappers)
+    return averages, {name: p for name, p in own.named_parameters() if p not in inside}
 
 
 def measure_layer_costs(
