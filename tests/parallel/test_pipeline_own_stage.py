@@ -207,11 +207,12 @@ def test_a_part_of_a_layer_may_be_wrapped_and_the_plain_state_loads():
     def run(backend: Backend) -> dict[str, Any]:
         mesh, layers = grid(backend), blocks(0)
         mine = layers[mesh["stage"].rank]
-        for number in (0, 2):
-            mine[number] = FSDP(mine[number], mesh["data"])
+        mine[0], mine[2] = FSDP(mine[0], mesh["data"]), FSDP(mine[2], mesh["data"])
         pipeline = piped(mesh["stage"], layers)
         load_full_state_dict(pipeline, expected)
-        return full_state_dict(pipeline)
+        state = full_state_dict(pipeline)
+        assert list(state) == [name for name, _ in pipeline.named_parameters()]
+        return state
 
     first, last, *_ = simulate(run, 4)
     for key, value in {**first, **last}.items():

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from phalanx.core.backend import Backend
 from phalanx.errors import InvalidWorldSizeError, MisuseError, UnsupportedOperationError
 from phalanx.parallel.guards import refuse
-from phalanx.parallel.wrapper import Wrapper, slices_in, walk
+from phalanx.parallel.wrapper import Wrapper, named_plainly, slices_in, walk
 from phalanx.pipeline.schedules import SCHEDULES, even_sizes
 from phalanx.pipeline.stage_p2p import Tree, flatten, map_tensors
 
@@ -305,15 +305,11 @@ def _describe(layer: nn.Module) -> str:
     """A layer for a comparison, as the plain model has it. Ranks may differ in what is wrapped, in
     what is frozen, and on which device.
     """
-    slices, names = slices_in(layer), dict[nn.Parameter, str]()
-    for prefix, part in walk(layer):
-        for key, p in part._parameters.items():
-            if p is not None:
-                names.setdefault(p, prefix + key)
+    slices = slices_in(layer)
     shapes = [
         f"{name} {str(p.dtype).removeprefix('torch.')} "
         + ("lazy" if is_lazy(p) else str(list(slices[p].shape if p in slices else p.shape)))
-        for p, name in names.items()
+        for name, p in named_plainly(layer, "_parameters")
     ]
     plain = next(part for _, part in walk(layer) if not isinstance(part, Wrapper))
     return f"{type(plain).__qualname__}({', '.join(shapes)})"
@@ -373,7 +369,7 @@ def check_averaging(
             refuse("Pipeline", backend.rank, what + "let phalanx.GradScaler skip the whole step")
     wrappers = [wrapper for layer in layers.values() for wrapper in averaging(layer)]
     averages = any(wrapper.backend.world_size > 1 for wrapper in wrappers)
-    return averages, {name: p for name, p in own.named_parameters() if p not in inside}
+    return averages, {name: p for name, p in named_plainly(own, "_parameters") if p not in inside}
 
 
 def measure_layer_costs(
