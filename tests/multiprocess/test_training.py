@@ -6,7 +6,17 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from phalanx import DDP, Backend, ReduceOp, all_reduce, spawn
+from phalanx import (
+    DDP,
+    FSDP,
+    Backend,
+    DeviceMesh,
+    Pipeline,
+    PipelineParallelConfig,
+    ReduceOp,
+    all_reduce,
+    spawn,
+)
 
 STEPS, ROWS = 10, 12
 
@@ -70,3 +80,34 @@ def test_spawned_ranks_train_like_one() -> None:
     for their_losses, their_weights in spawn(train_on_my_rows, 2):
         torch.testing.assert_close(torch.tensor(their_losses), torch.tensor(losses))
         torch.testing.assert_close(torch.tensor(their_weights), torch.tensor(weights))
+
+
+def train_my_stage(backend: Backend) -> tuple[float, list[list[float]]]:
+    """One step of a pipeline of two stages, each in two replicas: DDP for one, FSDP for the other.
+
+    The loss, and the gradients of this rank.
+    """
+    mesh = DeviceMesh(backend, (2, 2), ("data", "stage"))
+    data_ranks, stage, layers = mesh["data"], mesh["stage"].rank, build()
+    assert isinstance(layers, nn.Sequential)
+    for number in ((0, 2), (4,))[stage]:
+        layers[number] = (DDP, FSDP)[stage](layers[number], data_ranks)
+    pipeline = Pipeline(layers, mesh["stage"], PipelineParallelConfig(2, 2))
+    inputs, targets = (t.chunk(2)[data_ranks.rank] for t in data())
+    loss = pipeline.train_step(inputs, targets, nn.functional.mse_loss)
+    gradients = [p.grad.flatten().tolist() for p in pipeline.parameters() if p.grad is not None]
+    return all_reduce(loss, data_ranks, ReduceOp.MEAN).item(), gradients
+
+
+def test_four_processes_that_wrap_their_own_stages_have_the_gradients_of_one() -> None:
+    model, (inputs, targets) = build(), data()
+    loss = nn.functional.mse_loss(model(inputs), targets)
+    loss.backward()
+    expected = [p.grad.flatten().tolist() for p in model.parameters() if p.grad is not None]
+    (first, head), (_, tail), (again, other_head), (_, other_tail) = spawn(train_my_stage, 4)
+    assert first == again
+    torch.testing.assert_close(first, loss.item())
+    assert head == other_head  # bit for bit
+    shards = [[*one, *other] for one, other in zip(tail, other_tail, strict=True)]
+    for found, gradient in zip([*head, *shards], expected, strict=True):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(gradient))

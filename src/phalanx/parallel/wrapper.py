@@ -145,11 +145,11 @@ class Wrapper(nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The plain module's, under their own names."""
-        return self.module.named_parameters(*args, **kwargs)
+        return named_plainly(self.module, "_parameters", *args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """The plain module's, under their own names."""
-        return self.module.named_buffers(*args, **kwargs)
+        return named_plainly(self.module, "_buffers", *args, **kwargs)
 
     def slices(self) -> dict[str, Slice]:
         """For each parameter, by its name in the plain module, what this rank's one holds of it.
@@ -198,6 +198,19 @@ def walk(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]
     for name, child in module._modules.items():
         if child is not None:
             yield from walk(child, f"{prefix}{name}.")
+
+
+def named_plainly(
+    root: nn.Module, of: str, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[tuple[str, Any]]:
+    """Its parameters (of="_parameters") or "_buffers", by their names in the plain model."""
+    seen: set[Tensor] = set()
+    at = f"{prefix}." if prefix else ""
+    for start, part in walk(root, at) if recurse else ((at, root),):
+        for name, tensor in getattr(part, of).items():
+            if tensor is not None and not (remove_duplicate and tensor in seen):
+                seen.add(tensor)
+                yield start + name, tensor
 
 
 def _check_only_one(module: nn.Module, kind: type[Wrapper], rank: int) -> None:
@@ -318,6 +331,16 @@ class Slice(NamedTuple):
     def numel(self) -> int:
         """How many elements this rank holds."""
         return self.stop - self.start
+
+
+def slices_in(module: nn.Module) -> dict[Tensor, Slice]:
+    """Which part this rank has of each parameter that is in a wrapper, by the parameter."""
+    found: dict[Tensor, Slice] = {}
+    for _, wrapper in walk(module):
+        if isinstance(wrapper, Wrapper) and not wrapper.spreads:
+            pieces = wrapper.slices()
+            found.update((p, pieces[name]) for name, p in wrapper.named_parameters())
+    return found
 
 
 # ------------------------------------------------------------------------------

@@ -27,16 +27,21 @@ CALLS = ("train_step", "evaluate")
 NO_BATCH = -1  # in place of a number of samples
 
 
-def check_same_plan(lines: Sequence[str], problem: Exception | None, backend: Backend) -> None:
+def check_same_plan(
+    lines: Sequence[str], averages: bool, problem: Exception | None, backend: Backend
+) -> bool:
     """Raise on every rank if one has a problem, or unless all have the same lines.
 
-    Costs two messages of 8 bytes; the lines are exchanged only when they differ. The
-    problem is raised on the rank that has it, an error of its kind on the others; different lines
-    are a `DesyncError` that names the first.
+    averages   whether layers that this rank was given are in wrappers that average gradients
+
+    Whether any rank's are. Costs messages of 16 and 8 bytes; the lines are exchanged only when they
+    differ. The problem is raised on the rank that has it, an error of its kind on the others;
+    different lines are a `DesyncError` that names the first.
     """
-    _exchange([], "Pipeline", "the making of a pipeline", problem, backend)
+    rows = _exchange([int(averages)], "Pipeline", "the making of a pipeline", problem, backend)
     remedy = "Give every rank the same layers, stages and configuration"
     check_agreement(lines, backend, op="Pipeline", remedy=remedy)
+    return any(averages for (averages,) in rows)
 
 
 def handshake(

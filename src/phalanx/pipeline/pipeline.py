@@ -33,6 +33,7 @@ from phalanx.pipeline.plan import (
     PipelineParallelConfig,
     PipelinePlan,
     PipelineStage,
+    check_averaging,
     make_plan,
     named_layers,
 )
@@ -79,9 +80,10 @@ class Pipeline(Wrapper):
         gradients = [p.grad for p in pipeline.parameters() if p.grad is not None]
         all_reduce_coalesced_(gradients, mesh["data"], ReduceOp.MEAN)
 
-    or layers in DDP or FSDP over `mesh["data"]`, which average in each backward pass. Layers may
-    also be cut over `mesh["tensor"]` by `parallelize`. All ranks with the same part then save and
-    load a checkpoint together: `backend=mesh["data", "stage"]`.
+    or layers in DDP or FSDP over `mesh["data"]`, which average in each backward pass: each rank
+    wraps all of its own that it trains; those of others may be wrapped or plain. Layers may also be
+    cut over `mesh["tensor"]` by `parallelize`, on every rank alike. All ranks with the same part
+    then save and load a checkpoint together: `backend=mesh["data", "stage"]`.
 
     Raises on every rank `DesyncError` if the ranks are given different pipelines,
     `UnsupportedOperationError` if layers on different ranks share a parameter,
@@ -99,20 +101,22 @@ class Pipeline(Wrapper):
         *,
         stages: Sequence[PipelineStage] | None = None,
     ) -> None:
-        plan, problem = PipelinePlan(), None
-        named: dict[str, nn.Module] = {}
+        plan, own, averages, problem = PipelinePlan(), nn.Sequential(), False, None
+        outside: dict[str, nn.Parameter] = {}
         try:
             if not isinstance(config, PipelineParallelConfig):
                 raise TypeError(f"config has to be a PipelineParallelConfig, not {config!r}")
             named = named_layers(layers)
             plan = make_plan(named, config, stages, backend.rank, backend.world_size)
+            mine = [n for n, stage in enumerate(plan.stages) if stage.rank == backend.rank]
+            names = [name for number in mine for name in plan.names_in(number)]
+            own = nn.Sequential(OrderedDict((name, named[name]) for name in names))
+            averages, outside = check_averaging(named, own, backend)
         except Exception as error:
             problem = error
-        check_same_plan(plan.lines, problem, backend)
-        mine = [number for number, stage in enumerate(plan.stages) if stage.rank == backend.rank]
-        names = [name for number in mine for name in plan.names_in(number)]
-        own = nn.Sequential(OrderedDict((name, named[name]) for name in names))
+        averages = check_same_plan(plan.lines, averages, problem, backend)
         super().__init__(own, backend)
+        self._never_averaged = outside if averages else {}
         self.config = config
         self._plan = plan
         self._layouts: Layouts = {}
@@ -225,6 +229,13 @@ class Pipeline(Wrapper):
             if timeout is not None:
                 check_timeout(timeout)
             counts = self._samples(inputs, targets, loss, config.num_micro_batches if train else 1)
+            for name, parameter in self._never_averaged.items() if train else ():
+                if parameter.requires_grad:
+                    raise MisuseError(
+                        f"{name} is trained outside of what averages gradients, such as DDP, and "
+                        "other layers inside: its replicas would differ. Let each rank wrap all "
+                        "layers of its own that it trains, or no rank any"
+                    )
         except Exception as error:
             problem = error
         metadata = step_metadata(self.module, inputs if rank == 0 and problem is None else None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from fractions import Fraction
 from functools import cache
@@ -17,8 +17,12 @@ from typing import NamedTuple
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from phalanx.core.backend import Backend
 from phalanx.errors import InvalidWorldSizeError, MisuseError, UnsupportedOperationError
+from phalanx.parallel.guards import refuse
+from phalanx.parallel.wrapper import Wrapper, named_plainly, slices_in, walk
 from phalanx.pipeline.schedules import SCHEDULES, even_sizes
 from phalanx.pipeline.stage_p2p import Tree, flatten, map_tensors
 
@@ -298,13 +302,17 @@ def _check_stages(stages: Sequence[PipelineStage], num_layers: int, count: int) 
 
 
 def _describe(layer: nn.Module) -> str:
-    """A layer for a comparison. Ranks may differ in what is frozen, and on which device."""
+    """A layer for a comparison, as the plain model has it. Ranks may differ in what is wrapped, in
+    what is frozen, and on which device.
+    """
+    slices = slices_in(layer)
     shapes = [
-        f"{key} {str(p.dtype).removeprefix('torch.')} "
-        + ("lazy" if nn.parameter.is_lazy(p) else str(list(p.shape)))
-        for key, p in layer.named_parameters()
+        f"{name} {str(p.dtype).removeprefix('torch.')} "
+        + ("lazy" if is_lazy(p) else str(list(slices[p].shape if p in slices else p.shape)))
+        for name, p in named_plainly(layer, "_parameters")
     ]
-    return f"{type(layer).__qualname__}({', '.join(shapes)})"
+    plain = next(part for _, part in walk(layer) if not isinstance(part, Wrapper))
+    return f"{type(plain).__qualname__}({', '.join(shapes)})"
 
 
 def _check_parameters(plan: PipelinePlan, layers: dict[str, nn.Module], rank: int) -> None:
@@ -334,6 +342,34 @@ def _check_parameters(plan: PipelinePlan, layers: dict[str, nn.Module], rank: in
                     rank=rank,
                     op="Pipeline",
                 )
+
+
+def check_averaging(
+    layers: Mapping[str, nn.Module], own: nn.Sequential, backend: Backend
+) -> tuple[bool, dict[str, nn.Parameter]]:
+    """Whether layers are in wrappers that average gradients, and the parameters of `own` outside.
+
+    Raises `MisuseError` if one of `own`, this rank's layers, averages with another stage, or skips
+    non-finite gradients, which it would do for one micro-batch in one stage.
+    """
+
+    def averaging(layer: nn.Module) -> list[Wrapper]:
+        return [part for part in layer.modules() if isinstance(part, Wrapper) and part.averages]
+
+    inside: set[nn.Parameter] = set()
+    for name, wrapper in ((n, w) for n, layer in own.named_children() for w in averaging(layer)):
+        inside.update(wrapper.parameters())
+        what = f"layer {name} is in {type(wrapper).__name__}"
+        shared = set(wrapper.backend.ranks) & set(backend.ranks)
+        if wrapper.backend.engine is backend.engine and len(shared) > 1:
+            what += " over ranks that train other layers: wrap it over those that have the same "
+            refuse("Pipeline", backend.rank, what + 'stage, such as mesh["data"]')
+        if getattr(wrapper, "_finite", None) is not None:
+            what += " with skip_nonfinite, which would leave out a micro-batch in one stage only: "
+            refuse("Pipeline", backend.rank, what + "let phalanx.GradScaler skip the whole step")
+    wrappers = [wrapper for layer in layers.values() for wrapper in averaging(layer)]
+    averages = any(wrapper.backend.world_size > 1 for wrapper in wrappers)
+    return averages, {name: p for name, p in named_plainly(own, "_parameters") if p not in inside}
 
 
 def measure_layer_costs(

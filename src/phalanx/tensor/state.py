@@ -23,7 +23,7 @@ from phalanx.errors import MisuseError, SizeMismatchError
 from phalanx.parallel.compressor_state import with_versions
 from phalanx.parallel.grad_scaler import clip_, norm_here
 from phalanx.parallel.guards import check_agreement, describe_with_values
-from phalanx.parallel.wrapper import Slice, Wrapper, walk
+from phalanx.parallel.wrapper import Slice, Wrapper, slices_in, walk
 from phalanx.tensor.functions import all_gather_shards
 from phalanx.tensor.layer import ParallelLayer, Split, owners
 
@@ -78,12 +78,7 @@ def load_full_state_dict(
     Every rank that shards parameters with others (FSDP) calls it.
     """
     cut, own = _cut_parameters(module), module.state_dict(keep_vars=True)
-    slices: dict[Tensor, Slice] = {}  # of parameters in wrappers, which part this rank has
-    for _, wrapper in walk(module):
-        if isinstance(wrapper, Wrapper) and not wrapper.spreads:
-            pieces = wrapper.slices()
-            slices.update((p, pieces[name]) for name, p in wrapper.named_parameters())
-    parts = with_versions(state, state)
+    slices, parts = slices_in(module), with_versions(state, state)
     for key, value in state.items():
         mine = own.get(key)
         if not isinstance(value, Tensor) or not isinstance(mine, Tensor):
