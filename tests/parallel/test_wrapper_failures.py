@@ -309,13 +309,9 @@ def test_a_rank_that_leaves_a_pass_out_is_told_that_it_is_out_of_step(wrap: Wrap
         error = outcome_of(go_on)
         return error or outcome_of(backend.barrier)
 
-    errors = wrap.on_ranks(2, build, body)
-    if wrap is FULL_SHARD_BY_MESSAGES:
-        for error in errors:
-            assert isinstance(error, DesyncError)
-            assert "FSDP" in str(error)
-    else:  # an evaluation moves nothing where parameters stay
-        assert errors == [None, None]
+    for error in wrap.on_ranks(2, build, body):
+        assert isinstance(error, DesyncError)
+        assert "FSDP" in str(error)
 
 
 @pytest.mark.parametrize("place", [3, 2, 1])
