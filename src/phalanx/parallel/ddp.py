@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # the public one imports torch._dynamo at once: 2 s
 
 from phalanx.compression import Compressor
 from phalanx.core.backend import Backend
@@ -149,11 +150,16 @@ class DDP(Wrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
+        self._begin_forward()
+        return self._end_forward(self.module(*args, **kwargs))
+
+    @_disable_dynamo  # torch.compile runs it as it is, and compiles the module's forward
+    def _begin_forward(self) -> None:
+        if inside_backward():  # by activation checkpointing: nothing begins then
+            return
         reducer = self._reducer
-        recomputed = inside_backward()  # by activation checkpointing: nothing begins then
-        if not recomputed:
-            reducer.begin_forward()
-        if self.training and not recomputed:
+        reducer.begin_forward()
+        if self.training:
             if not self._complete:
                 reducer.check_complete(dict(self.module.named_parameters()))
                 self._complete = True  # once: to look each time would cost more than it is worth
@@ -163,9 +169,11 @@ class DDP(Wrapper):
                 reducer.join.exchange(JoinPhase.FORWARD)
             if sends:
                 self._broadcast_buffers()
-        outputs = self.module(*args, **kwargs)
+
+    @_disable_dynamo
+    def _end_forward(self, outputs: Any) -> Any:
         if torch.is_grad_enabled():
-            reducer.watch(outputs, recomputed=recomputed)
+            self._reducer.watch(outputs, recomputed=inside_backward())
         return outputs
 
     def _broadcast_buffers(self) -> None:
