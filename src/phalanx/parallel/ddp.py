@@ -72,7 +72,8 @@ class DDP(Wrapper):
 
     Only what backward passes add to `.grad` is averaged: `torch.autograd.grad`, and `backward` with
     other `inputs=`, send nothing. Ranks that freeze or unfreeze parameters between two passes do it
-    alike, or a `DesyncError` names one.
+    alike, or a `DesyncError` names one. Sparse gradients (`nn.Embedding(sparse=True)`) are averaged
+    at the end of a pass, not compressed: each rank sends its rows, p-1 times.
 
     `state_dict` and the names of parameters are those of the plain module, which is `.module`.
 
@@ -122,7 +123,11 @@ class DDP(Wrapper):
             "skip_nonfinite": skip_nonfinite,
             "check_replicas_every": check_replicas_every,
         }
-        check_same_model(module, backend, {**self._options, "compression": compression})
+        tables = [m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+        self._sparse: set[Tensor] = {table.weight for table in tables if table.sparse}
+        sparse = [name for name, p in module.named_parameters() if p in self._sparse]
+        options = {**self._options, "compression": compression, "sparse": sparse}
+        check_same_model(module, backend, options)
         self.broadcast_parameters()
         self.compression = deepcopy(compression)
         self.attach()
@@ -139,6 +144,7 @@ class DDP(Wrapper):
         self._reducer = Reducer(
             named,
             backend,
+            sparse=self._sparse,
             bucket_size=options["bucket_size"],
             find_unused_parameters=bool(options["find_unused_parameters"]),
             averaging=self._averaging,
