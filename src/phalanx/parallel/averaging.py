@@ -325,3 +325,45 @@ class GradientAveraging(RequestExecutor):
         self.finish(begun)
         self.settle(buckets, skipped=False)
         return buckets
+
+
+# ------------------------------------------------------------------------------
+# Sparse gradients: of a table, the rows that are in a rank's batch. They are in no bucket.
+#
+#     rank 0   rows 3 7   \
+#                          all_gather   rows 3 7 7 9   ->   3 7 9, equal ones added
+#     rank 1   rows 7 9   /
+
+
+def average_rows_(parameter: Tensor, ranks: int, divisor: int) -> Rounds:
+    """Make `.grad` the sum over the ranks, divided; new, coalesced, the same bits on every rank.
+
+    None has no rows. If a rank's is dense (a tied weight) the result is. Gathered are 8 bytes, then
+    numbers of rows, then rows: as many of each rank as the one with the most has.
+    """
+    grad, shape = parameter.grad, parameter.shape
+    rows, values = parameter.new_zeros(0, dtype=torch.int64), parameter.new_zeros(0, *shape[1:])
+    if grad is not None and grad.is_sparse:
+        grad = grad.coalesce()
+        rows, values = grad.indices()[0], grad.values() / divisor
+    dense = grad is not None and not grad.is_sparse
+    counts = yield AllGather(torch.tensor([-1 if dense else len(rows)]))
+    if int(counts.min()) < 0:
+        whole = torch.zeros_like(parameter) if grad is None else grad.to_dense()
+        parameter.grad = (yield AllReduceMean(whole)).mul_(ranks / divisor)
+        return
+    most = int(counts.max())
+    sent = (torch.arange(most) < counts).to(rows.device)
+    rows = yield AllGather(torch.cat([rows, rows.new_zeros(most - len(rows))]))
+    values = yield AllGather(torch.cat([values, values.new_zeros(most - len(values), *shape[1:])]))
+    found = rows[sent][None], values[sent]
+    parameter.grad = torch.sparse_coo_tensor(*found, shape, check_invariants=True).coalesce()
+
+
+class RowGradient(Bucket):
+    """A gradient of such a parameter, for those who look into buckets at what is in them."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        grad = parameter.grad if parameter.grad is not None else parameter.new_zeros(0)
+        self.flat = grad._values() if grad.is_sparse else grad
+        self.views = {parameter: self.flat}

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # the public one imports torch._dynamo at once: 2 s
 
 from phalanx.compression import Compressor
 from phalanx.core.backend import Backend
@@ -71,7 +72,8 @@ class DDP(Wrapper):
 
     Only what backward passes add to `.grad` is averaged: `torch.autograd.grad`, and `backward` with
     other `inputs=`, send nothing. Ranks that freeze or unfreeze parameters between two passes do it
-    alike, or a `DesyncError` names one.
+    alike, or a `DesyncError` names one. Sparse gradients (`nn.Embedding(sparse=True)`) are averaged
+    at the end of a pass, not compressed: each rank sends its rows, p-1 times.
 
     `state_dict` and the names of parameters are those of the plain module, which is `.module`.
 
@@ -121,7 +123,11 @@ class DDP(Wrapper):
             "skip_nonfinite": skip_nonfinite,
             "check_replicas_every": check_replicas_every,
         }
-        check_same_model(module, backend, {**self._options, "compression": compression})
+        tables = [m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+        self._sparse: set[Tensor] = {table.weight for table in tables if table.sparse}
+        sparse = [name for name, p in module.named_parameters() if p in self._sparse]
+        options = {**self._options, "compression": compression, "sparse": sparse}
+        check_same_model(module, backend, options)
         self.broadcast_parameters()
         self.compression = deepcopy(compression)
         self.attach()
@@ -138,6 +144,7 @@ class DDP(Wrapper):
         self._reducer = Reducer(
             named,
             backend,
+            sparse=self._sparse,
             bucket_size=options["bucket_size"],
             find_unused_parameters=bool(options["find_unused_parameters"]),
             averaging=self._averaging,
@@ -149,11 +156,16 @@ class DDP(Wrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
+        self._begin_forward()
+        return self._end_forward(self.module(*args, **kwargs))
+
+    @_disable_dynamo  # torch.compile runs it as it is, and compiles the module's forward
+    def _begin_forward(self) -> None:
+        if inside_backward():  # by activation checkpointing: nothing begins then
+            return
         reducer = self._reducer
-        recomputed = inside_backward()  # by activation checkpointing: nothing begins then
-        if not recomputed:
-            reducer.begin_forward()
-        if self.training and not recomputed:
+        reducer.begin_forward()
+        if self.training:
             if not self._complete:
                 reducer.check_complete(dict(self.module.named_parameters()))
                 self._complete = True  # once: to look each time would cost more than it is worth
@@ -163,9 +175,11 @@ class DDP(Wrapper):
                 reducer.join.exchange(JoinPhase.FORWARD)
             if sends:
                 self._broadcast_buffers()
-        outputs = self.module(*args, **kwargs)
+
+    @_disable_dynamo
+    def _end_forward(self, outputs: Any) -> Any:
         if torch.is_grad_enabled():
-            reducer.watch(outputs, recomputed=recomputed)
+            self._reducer.watch(outputs, recomputed=inside_backward())
         return outputs
 
     def _broadcast_buffers(self) -> None:

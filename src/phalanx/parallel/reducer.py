@@ -13,8 +13,8 @@ in which gradients arrived on rank 0.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Set
 from functools import partial
-from itertools import compress
 from typing import Any, NoReturn
 
 import torch
@@ -26,7 +26,14 @@ from phalanx.collectives import ReduceOp, all_reduce_, broadcast
 from phalanx.compression.compressor import check_floating
 from phalanx.core.backend import Backend
 from phalanx.errors import DistributedError, MisuseError, UnsupportedOperationError
-from phalanx.parallel.averaging import Bucket, GradientAveraging, PendingAverage, batches
+from phalanx.parallel.averaging import (
+    Bucket,
+    GradientAveraging,
+    PendingAverage,
+    RowGradient,
+    average_rows_,
+    batches,
+)
 from phalanx.parallel.guards import AVERAGING, UNANSWERED, DriftCheck, FiniteCheck, explain, refuse
 from phalanx.parallel.uneven import Join, JoinPhase
 from phalanx.parallel.wrapper import accumulates_everywhere
@@ -37,6 +44,7 @@ NAMES_SHOWN = 10
 class Reducer:
     """Averages the gradients of parameters, given by name, over the ranks of a backend.
 
+    sparse         those that get sparse gradients, which are averaged at the end of a pass
     synchronize    whether backward passes average; if not, they accumulate on this rank
     join           what is known of ranks that have no batch left, inside of `DDP.join`
     zero_weight    whether the backward pass that runs is of a loss with zero weight
@@ -48,6 +56,7 @@ class Reducer:
         parameters: dict[str, nn.Parameter],
         backend: Backend,
         *,
+        sparse: Set[Tensor],
         bucket_size: int,
         find_unused_parameters: bool,
         averaging: GradientAveraging,
@@ -59,6 +68,7 @@ class Reducer:
         self.zero_weight = False
         self.unanswered = 0
         self._backend = backend
+        self._sparse = sparse
         self._bucket_size = bucket_size
         self._find_unused = find_unused_parameters
         self._averaging = averaging
@@ -99,17 +109,19 @@ class Reducer:
 
     def _make_buckets(self) -> None:
         """Of the parameters that are averaged. Nothing is sent."""
-        self._trained = list(compress(self._names, self._averaged))
+        self._trained = [p for p, yes in zip(self._names, self._averaged, strict=True) if yes]
         self._changes = ""
         if self._averaged != self._built:
             now = zip(self._names.values(), self._averaged, self._built, strict=True)
             changed = _listed([name for name, after, before in now if after != before])
             digest = xxh3_64_hexdigest(bytes(self._averaged))
             self._changes = f", requires_grad switched for {changed} ({digest})"
-        own, trained = self._finite is None and self._averaging.leaves_own, set(self._trained)
+        self._rows = [p for p in self._trained if p in self._sparse]
+        in_buckets = set(self._trained).difference(self._rows)
+        own = self._finite is None and self._averaging.leaves_own
         self._buckets = [
             Bucket(batch, self._backend, leaves_own=own)
-            for batch in batches((p for p in self._order if p in trained), self._bucket_size)
+            for batch in batches((p for p in self._order if p in in_buckets), self._bucket_size)
         ]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.views}
 
@@ -117,8 +129,7 @@ class Reducer:
 
     def begin_forward(self) -> None:
         """Begin anew: forget a backward pass that an error cut short."""
-        if self._without_hook:
-            self._put_hooks()
+        self._put_hooks()
         filled = any(len(bucket.pending) < len(bucket.views) for bucket in self._buckets)
         self._failed += self._open or filled
         self._callback_queued = self._open = self.zero_weight = False
@@ -204,6 +215,8 @@ class Reducer:
             return
         if not self._callback_queued:
             self._begin_pass(JoinPhase.BACKWARD)
+        if parameter in self._sparse:
+            return
         if parameter not in self._bucket_of[parameter].pending:
             self._refuse(
                 f"the gradient of {self._names[parameter]} came twice in one backward pass: it is "
@@ -218,8 +231,8 @@ class Reducer:
         bucket, grad = self._bucket_of[parameter], parameter.grad
         if grad is not None and grad.layout is not torch.strided:
             self._refuse(
-                f"the gradient of {self._names[parameter]} is {grad.layout}; only dense gradients "
-                "are averaged (pass sparse=False)",
+                f"the gradient of {self._names[parameter]} is {grad.layout}; of sparse ones only "
+                "those of nn.Embedding and EmbeddingBag(sparse=True) are averaged (sparse=False)",
                 UnsupportedOperationError,
             )
         bucket.put(parameter)
@@ -252,6 +265,7 @@ class Reducer:
         self._follow_freezing()
         for parameter in self._trained:
             parameter.grad = None
+        for parameter in self._bucket_of:
             self._put(parameter)
         self._average(set(self._trained), phase)
 
@@ -262,7 +276,7 @@ class Reducer:
         missing: list[Tensor] = []
         if len(self._started) < len(self._buckets):
             missing = [p for b in self._buckets for p in b.views if p in b.pending]
-        unused = [p for p in missing if p.grad is None]
+        unused = [p for p in [*missing, *self._rows] if p.grad is None]
         if unused and not self._find_unused:
             self._refuse(
                 f"no gradient came for {_listed([self._names[p] for p in unused])}: on this rank "
@@ -281,13 +295,15 @@ class Reducer:
             if self._changes and not self._buckets:  # there is no label that tells the others
                 all_reduce_(torch.zeros(1), self._backend, label=self._label(0))
             self._passes += 1
-            self._finish_buckets(world / join.divisor if join is not None else 1)
+            divisor = join.divisor if join is not None else world
+            self._finish_buckets(world / divisor)
+            averaged = [*self._buckets, *self._average_rows(divisor)]
             self._open = False
             self._unsynchronized.clear()
             if self._find_unused:
                 self._drop_unused(unused)
-            skipped = self._finite is not None and self._finite.agree(self._buckets)
-            self._averaging.settle(self._buckets, skipped=skipped)
+            skipped = self._finite is not None and self._finite.agree(averaged)
+            self._averaging.settle(averaged, skipped=skipped)
         except DistributedError as error:
             self._explain(error)
             raise
@@ -299,6 +315,15 @@ class Reducer:
         if phase is JoinPhase.BACKWARD and self._arrivals is not None:
             self._adopt_arrival_order(self._arrivals)
         self._backend.progress.count(self)
+
+    def _average_rows(self, divisor: int) -> list[RowGradient]:
+        if self._finite is not None:
+            for parameter in self._rows:
+                self._finite.look(RowGradient(parameter))
+        label, ranks = self._label(len(self._buckets)), self._backend.world_size
+        rounds = [average_rows_(parameter, ranks, divisor) for parameter in self._rows]
+        self._averaging.finish([self._averaging.begin(each, label) for each in rounds])
+        return [RowGradient(parameter) for parameter in self._rows]
 
     def _finish_buckets(self, scale: float = 1) -> None:
         """Wait until all that was started is averaged; scale it. Raises the first error, after all
@@ -320,7 +345,7 @@ class Reducer:
         used = torch.tensor([p not in unused for p in self._trained], dtype=torch.int32)
         all_reduce_(used, self._backend, ReduceOp.MAX)
         for parameter, anywhere in zip(self._trained, used.tolist(), strict=True):
-            if not anywhere and parameter.grad is not None and not parameter.grad.any():
+            if not anywhere and not RowGradient(parameter).flat.any():
                 parameter.grad = None
 
     def _adopt_arrival_order(self, arrivals: dict[Tensor, None]) -> None:

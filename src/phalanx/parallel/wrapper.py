@@ -86,7 +86,8 @@ class Wrapper(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copy = memo[id(self)] = type(self).__new__(type(self))
-        kept = {k: value for k, value in self.__dict__.items() if k not in self.made_anew}
+        state = self.__getstate__()  # type: ignore[no-untyped-call]
+        kept = {k: value for k, value in state.items() if k not in self.made_anew}
         try:
             copy.__dict__.update(deepcopy(kept, memo))
         except TypeError as error:
