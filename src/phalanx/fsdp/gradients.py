@@ -47,6 +47,7 @@ from phalanx.errors import UnsupportedOperationError
 from phalanx.fsdp.flat_param import FlatParameter, ShardingPlan
 from phalanx.parallel.averaging import LARGE, RequestExecutor, bytes_of, copy_others_part
 from phalanx.parallel.compressor_state import UNSHARDED, GradientSharding
+from phalanx.parallel.gradient_parts import mark_part
 from phalanx.parallel.guards import refuse
 
 Wait = Callable[[], object]  # blocks until what has begun is done
@@ -246,6 +247,8 @@ class FlatGradient:
                         parameter.grad = part
                     else:
                         parameter.grad.add_(part)
+                    if flat.plan.shards is not None:
+                        mark_part(parameter)
 
     def abandon(self) -> None:
         """Drop everything: the pass has failed. What is under way is waited for."""
