@@ -42,7 +42,7 @@ class GradientPart(Tensor):
 
 
 def mark_part(parameter: Tensor) -> None:
-    """Mark a parameter's gradient, if it has one, until an optimizer takes it. Also a hook of it."""
+    """Mark a parameter's gradient, if it has one, until an optimizer takes it. Also a hook."""
     if type(parameter.grad) is Tensor:
         parameter.grad.__class__ = GradientPart
 
