@@ -119,6 +119,22 @@ def test_tensor_inside_of_fsdp_inside_of_a_pipeline(norm_type: float):
     assert_all(list(simulate(run, 8)), expected)
 
 
+def test_stages_that_have_other_groups_round_the_sum_alike():
+    """2**53 + 1 is 2**53 in float64, so that the order in which 1 and 2 are added is seen."""
+
+    def run(backend: Backend) -> float:
+        mesh = DeviceMesh(backend, (2, 2), ("data", "stage"))
+        plain, beside, first, second = (nn.Linear(1, 1, bias=False) for _ in range(4))
+        stages = [FSDP(first, mesh["data"]), second]
+        pipeline = Pipeline(stages, mesh["stage"], PipelineParallelConfig(2, 2))
+        model = nn.ModuleList([plain, FSDP(beside, mesh["data"]), pipeline])
+        for layer, value in ((plain, 2.0**53), (beside, 1.0), (first, 2.0), (second, 0.0)):
+            layer.weight.grad = torch.full_like(layer.weight, value)
+        return clip_grad_norm_(model, 1.0, norm_type=1).item()
+
+    assert len(set(simulate(run, 4))) == 1
+
+
 # What counts ----------------------------------------------------------------------------------
 
 
