@@ -74,10 +74,7 @@ def train(
         loss = model(inputs, targets)
         optimizer.zero_grad()
         loss.backward()  # <- when it returns, gradients are averaged over all ranks
-        if isinstance(model, px.FSDP):
-            model.clip_grad_norm_(max_norm=1.0)  # <- a rank has parts of gradients: the norm of all
-        else:
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        px.clip_grad_norm_(model, max_norm=1.0)  # <- with FSDP a rank has parts: the norm of all
         optimizer.step()
         recorder.end(loss, rate)
 

@@ -172,6 +172,7 @@ _WHERE = {
         "GradScaler",
         "LocalSGD",
         "SyncBatchNorm",
+        "clip_grad_norm_",
         "convert_sync_batchnorm",
     ),
     "phalanx.pipeline": (
@@ -223,7 +224,6 @@ _MOVED = {
         "SequenceNormStyle",
         "SequenceParallelNorm",
         "check_whole_parameters",
-        "clip_grad_norm_",
         "copy_to_ranks",
         "full_state_dict",
         "gather_from_ranks",

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from phalanx.parallel.gradient_parts import mark_part
 from phalanx.pipeline.backward_split import WeightPart, backward_input
 
 SIZE = 6
@@ -255,6 +256,16 @@ def test_a_module_with_post_accumulate_hooks_has_one_backward_pass_for_all() -> 
 
     assert Passes(build, split=True).in_b == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert ends == [4, 4]
+
+
+def test_a_mark_on_gradients_that_are_parts_is_no_such_hook() -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(linear(), nn.Tanh(), linear())
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(mark_part)
+        return model
+
+    assert not Passes(build, split=True).in_b
 
 
 def test_a_hook_on_an_activation_changes_its_gradient_once() -> None:

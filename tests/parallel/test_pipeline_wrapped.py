@@ -94,7 +94,6 @@ def test_data_and_stages_train_clip_save_and_go_on_as_the_plain_model(
 
     def run(backend: Backend) -> dict[str, Tensor]:
         mesh, by_hand = grid(backend), name == "by hand"
-        shards = mesh["data"] if name == "FSDP" else None
         pipeline = wrapped(mesh, WRAPS[name], schedule)
         optimizer = adam(pipeline.parameters())
         for seed in range(3):
@@ -105,7 +104,7 @@ def test_data_and_stages_train_clip_save_and_go_on_as_the_plain_model(
                 optimizer = adam(pipeline.parameters())
                 load_checkpoint(tmp_path, model=pipeline, optimizer=optimizer, **together)
             step(pipeline, mesh, seed, by_hand=by_hand)
-            norm = clip_grad_norm_(pipeline, 0.05, shards=shards)
+            norm = clip_grad_norm_(pipeline, 0.05)
             assert norm.item() == pytest.approx(norms[seed], rel=1e-5)
             optimizer.step()
         return full_state_dict(pipeline)
@@ -186,17 +185,6 @@ def test_what_is_beside_a_pipeline_counts_once_and_a_stage_may_have_no_parameter
         return clip_grad_norm_(both, 1.0).item()
 
     assert simulate(run, 2) == pytest.approx([5.0, 5.0])
-
-
-@pytest.mark.parametrize("piped_too", [False, True])
-def test_shards_inside_of_a_model_are_not_taken_for_the_whole(piped_too: bool):
-    def run(backend: Backend) -> None:
-        mesh = grid(backend)
-        model = wrapped(mesh, FSDP) if piped_too else nn.Sequential(FSDP(deep(), mesh["data"]))
-        with pytest.raises(MisuseError, match="this model's parameters are shards: say over which"):
-            clip_grad_norm_(model, 1.0)
-
-    simulate(run, 4)
 
 
 # State of layers that are cut, in wrappers of their own ---------------------------------------

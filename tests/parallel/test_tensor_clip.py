@@ -107,7 +107,7 @@ def test_with_shards_gradients_that_are_whole_on_every_rank_count_once(
         some = model()
         some[0] = FSDP(some[0], backend, strategy=strategy)
         some(inputs).sum().backward()
-        return clip_grad_norm_(some, 0.1, norm_type=norm_type, shards=backend)
+        return clip_grad_norm_(some, 0.1, norm_type=norm_type)
 
     for norm in simulate(run, 3):
         torch.testing.assert_close(norm.float(), expected)

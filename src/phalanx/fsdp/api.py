@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from phalanx.fsdp.parameter_group import UnitRule
 from phalanx.fsdp.strategy import MixedPrecision, ShardingStrategy, precision_of, strategy_of
 from phalanx.parallel.compressor_state import with_versions, without_own
 from phalanx.parallel.guards import every_rank_does
-from phalanx.parallel.grad_scaler import clip_, norm_of
+from phalanx.parallel.norms import clip_grad_norm_
 from phalanx.parallel.wrapper import Slice, Wrapper, claim, owner_of, release
 
 if TYPE_CHECKING:
@@ -213,23 +213,16 @@ class FSDP(Wrapper):
         sent = compressed.exchange.bytes_sent if compressed is not None else 0
         return sent + sum(gradient.bytes_sent for gradient in self._runtime.gradients)
 
-    @torch.no_grad()
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Scale all gradients so that their norm is at most `max_norm`; returns what it was.
+        """`phalanx.clip_grad_norm_` of this model."""
+        options: dict[str, Any] = {"norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
+        return clip_grad_norm_(self, max_norm, **options)
 
-        The norm is that of the whole gradients, the same on every rank. Changes `.grad` in place.
-        Blocks for one message of 8 bytes; every rank calls it.
-        """
-        parameters = list(self.parameters())
-        total = norm_of(parameters, self._runtime.plan.shards, float(norm_type))
-        if error_if_nonfinite and not bool(total.isfinite()):
-            raise RuntimeError(
-                f"rank {self.backend.rank}: FSDP: the norm of the gradients is {total.item()}"
-            )
-        clip_(parameters, total, max_norm)
-        return total
+    def other_parts(self) -> tuple[Backend | None, Iterable[nn.Parameter]]:
+        """The shard group, if there are others in it, and all parameters."""
+        return self._runtime.plan.shards, self.parameters()
 
     # By hand --------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ from phalanx.core.backend import Backend
 from phalanx.fsdp.flat_param import FlatParameter, ShardingPlan
 from phalanx.parallel.averaging import LARGE, RequestExecutor, bytes_of, copy_others_part
 from phalanx.parallel.compressor_state import UNSHARDED, GradientSharding
+from phalanx.parallel.gradient_parts import mark_part
 
 Wait = Callable[[], object]  # blocks until what has begun is done
 
@@ -248,6 +249,8 @@ class FlatGradient:
                 parameter.grad = part
             else:
                 parameter.grad.add_(part)
+            if flat.plan.shards is not None:
+                mark_part(parameter)
         return [parameter for parameter, _ in reached]
 
     def abandon(self) -> None:

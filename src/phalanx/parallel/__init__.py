@@ -4,6 +4,7 @@ from phalanx.parallel.ddp import DDP
 from phalanx.parallel.grad_scaler import GradScaler
 from phalanx.parallel.local_sgd import DiLoCo, LocalSGD
 from phalanx.parallel.mesh import DeviceMesh
+from phalanx.parallel.norms import clip_grad_norm_
 from phalanx.parallel.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "GradScaler",
     "LocalSGD",
     "SyncBatchNorm",
+    "clip_grad_norm_",
     "convert_sync_batchnorm",
 ]

@@ -43,6 +43,7 @@ from phalanx.compression.compressor import (
     is_finite,
 )
 from phalanx.core.backend import Backend
+from phalanx.parallel.gradient_parts import GradientPart, mark_part
 
 MESSAGE = 25 << 20  # bytes that are sent as one message, if nothing else is asked for
 LARGE = 1 << 20  # bytes from which on it pays to leave this rank's own part where it is
@@ -91,6 +92,8 @@ class Bucket:
             else:
                 view.copy_(values)
         parameter.grad = view
+        if type(grad) is GradientPart:
+            mark_part(parameter)
 
     def settle(self) -> None:
         """Copy what is not in `flat` yet, of a pass that was cut short."""

@@ -160,6 +160,10 @@ class Wrapper(nn.Module):
         """
         return {name: Slice.whole(tuple(p.shape)) for name, p in self.named_parameters()}
 
+    def other_parts(self) -> tuple[Backend | None, Iterable[nn.Parameter]]:
+        """The ranks, if any, with other parts of these parameters, or others in their place."""
+        return (self.backend if self.spreads else None), self.parameters()
+
     def writing(self) -> AbstractContextManager[None]:
         """All ranks write their parameters in place in this context, which waits for their readers
         first, and shows the others what was written at its end. Here nothing has to be done.

@@ -33,6 +33,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from phalanx.parallel.gradient_parts import mark_part
+
 ACCUMULATES = "torch::autograd::AccumulateGrad"
 REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
 
@@ -129,9 +131,9 @@ def _leaves(graph: Iterable[Node], goal: Node) -> tuple[list[Any], dict[Node, li
 def _needs_one_pass(node: Any) -> bool:
     """Whether the whole graph of this node has to have one backward pass."""
     name: str = node.name()
-    return name == REENTRANT_CHECKPOINT or (
-        name == ACCUMULATES and bool(node.variable._post_accumulate_grad_hooks)
-    )
+    hooks = node.variable._post_accumulate_grad_hooks if name == ACCUMULATES else None
+    # A pipeline marks all of its gradients itself.
+    return name == REENTRANT_CHECKPOINT or not {mark_part}.issuperset((hooks or {}).values())
 
 
 def _computes_all(node: Any) -> bool:

@@ -27,6 +27,7 @@ from phalanx.errors import (
     SizeMismatchError,
 )
 from phalanx.parallel.compressor_state import with_versions
+from phalanx.parallel.gradient_parts import mark_part
 from phalanx.parallel.wrapper import Wrapper
 from phalanx.pipeline.handshake import NO_BATCH, check_same_plan, handshake, step_metadata
 from phalanx.pipeline.plan import (
@@ -69,10 +70,10 @@ class Pipeline(Wrapper):
     together are the plain model's, which each rank can load. A layer takes and gives a tensor on
     the CPU, or tuples, lists and dicts of tensors and None; shapes are sent once a kind of batch.
 
-    A training loop also needs `phalanx.tensor.clip_grad_norm_(pipeline, 1.0)`, for the norm over
-    all stages (torch's takes each stage for itself); `GradScaler(backend)`; an optimizer for each
-    stage's own parameters. `save_checkpoint(folder, model=pipeline, optimizer=optimizer, step=n)`
-    writes the whole model's state, for any number of stages, and for a plain model.
+    A training loop also needs `phalanx.clip_grad_norm_(pipeline, 1.0)`, for the norm over all
+    stages (torch's, of one stage, is refused); `GradScaler(backend)`; an optimizer for each stage's
+    own parameters. `save_checkpoint(folder, model=pipeline, optimizer=optimizer, step=n)` writes
+    the whole model's state, for any number of stages, and for a plain model.
 
     On a mesh: `Pipeline(layers, mesh["stage"], config)`, a part of the batch for each rank of
     `mesh["data"]`, and after a step the mean of their gradients,
@@ -169,6 +170,8 @@ class Pipeline(Wrapper):
         """
         with self.backend.progress.one_step(self):
             step, result = self._run("train_step", inputs, targets, loss, timeout)
+        for parameter in self.parameters() if self.backend.world_size > 1 else ():
+            mark_part(parameter)
         self._measured = step.busy, step.span
         self._peak = step.most_alive
         return result

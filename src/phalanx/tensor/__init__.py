@@ -5,9 +5,10 @@ functions        activations and gradients between ranks: f and g of the papers
 layer            what the parallel layers have in common
 linear, embedding, cross_entropy
 parallelize      put parallel layers into an existing model
-state            the whole model's state, gradient norm, and whether the ranks are still equal
+state            the whole model's state, and whether the ranks are still equal
 """
 
+from phalanx.parallel.norms import clip_grad_norm_
 from phalanx.tensor.cross_entropy import parallel_cross_entropy
 from phalanx.tensor.embedding import (
     EmbeddingStyle,
@@ -28,7 +29,6 @@ from phalanx.tensor.parallelize import parallelize
 from phalanx.tensor.shards import gather_shards, shard_tensor
 from phalanx.tensor.state import (
     check_whole_parameters,
-    clip_grad_norm_,
     full_state_dict,
     load_full_state_dict,
 )

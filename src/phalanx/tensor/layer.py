@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from phalanx.core.backend import Backend
 from phalanx.errors import SizeMismatchError, UnsupportedOperationError
+from phalanx.parallel.gradient_parts import mark_part
 from phalanx.parallel.guards import check_agreement, describe_with_values
 from phalanx.tensor.functions import reduce_from_ranks, scatter_sum
 from phalanx.tensor.shards import ShardSpec
@@ -99,7 +100,15 @@ class ParallelLayer(nn.Module):
                 own = tied.get(parameter)
                 own = own_part(parameter, splits.get(name), backend.rank) if own is None else own
             self.register_parameter(name, own)
+        for parameter in self.other_parts()[1] if backend.world_size > 1 else ():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(mark_part)  # type: ignore[no-untyped-call]
         self.train(plain.training)
+
+    def other_parts(self) -> tuple[Backend, list[nn.Parameter]]:
+        """The ranks that have the other parts, and the parameters that are cut."""
+        own = (self._parameters[name] for name in self.splits)
+        return self.backend, [parameter for parameter in own if parameter is not None]
 
     def whole_size(self, dim: int) -> int:
         """How long the whole weight is along `dim`."""
@@ -198,10 +207,5 @@ def own_part(parameter: nn.Parameter, split: Split | None, rank: int) -> nn.Para
 
 def owners(module: nn.Module) -> dict[nn.Parameter, Backend]:
     """For each parameter that is cut, the ranks that have the other parts."""
-    return {
-        layer._parameters[name]: layer.backend  # type: ignore[misc]
-        for layer in module.modules()
-        if isinstance(layer, ParallelLayer)
-        for name in layer.splits
-        if layer._parameters[name] is not None
-    }
+    layers = [layer for layer in module.modules() if isinstance(layer, ParallelLayer)]
+    return {p: layer.backend for layer in layers for p in layer.other_parts()[1]}

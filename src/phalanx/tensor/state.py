@@ -1,4 +1,4 @@
-"""A model with parallel layers as one: its whole state dict, gradient norm, and a check of it.
+"""A model with parallel layers as one: its whole state dict, and a check of it.
 
     full_state_dict        parts of all ranks   ->  {"mlp.up.weight": the whole, ...}
     load_full_state_dict   the whole            ->  this rank's part of it
@@ -8,20 +8,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import reduce
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from phalanx.collectives import ReduceOp, all_reduce
 from phalanx.core.backend import Backend
-from phalanx.errors import MisuseError, SizeMismatchError
+from phalanx.errors import SizeMismatchError
 from phalanx.parallel.compressor_state import with_versions
-from phalanx.parallel.grad_scaler import clip_, norm_here
 from phalanx.parallel.guards import check_agreement, describe_with_values
 from phalanx.parallel.wrapper import Slice, Wrapper, slices_in, walk
 from phalanx.tensor.functions import all_gather_shards
@@ -114,86 +109,6 @@ def _cut_parameters(module: nn.Module) -> dict[str, tuple[Split, Backend]]:
         if isinstance(layer, ParallelLayer)
         for own, split in layer.splits.items()
     }
-
-
-# ------------------------------------------------------------------------------
-# The norm of all gradients. Which ranks' parts of a gradient count:
-#
-#     cut over ranks (parallel layers, FSDP)      every rank's part counts
-#     on one of the ranks (a pipeline's stages)   every rank's gradients count
-#     whole, and the same on every rank           counts once, beside shards, too
-
-NAME = "clip_grad_norm_"
-
-
-@torch.no_grad()
-def clip_grad_norm_(
-    module: nn.Module, max_norm: float, *, norm_type: float = 2.0, shards: Backend | None = None
-) -> Tensor:
-    """Scale the gradients of a model that ranks share, in place, so that their norm is bounded.
-
-    module      a `Pipeline`, a model with parallel layers, or both; in DDP or FSDP, maybe
-    max_norm    of all gradients together, as the plain model has them
-    norm_type   a number above 0, or `inf` for the largest
-    shards      for a model in FSDP, the ranks that it shards over, such as `mesh["data"]`
-
-    Returns the norm before, float64, the same on every rank. Each rank's part of a gradient that is
-    cut counts, and each stage's layers; a gradient that is whole counts once. (torch's function of
-    this name would find another norm on each rank, and whole parameters would drift apart.) Every
-    rank calls it when gradients are final: after `backward()` or `train_step()`, with DDP too.
-    Blocks for a message of one number to the ranks with the other parts, one to the other stages,
-    and with `shards` one to these. Raises `MisuseError` for FSDP's shards without `shards`.
-    """
-    if not norm_type > 0:
-        raise ValueError(f"norm_type is a number above 0, or inf, not {norm_type}")
-    sharded: set[nn.Parameter] = set()
-    wrappers = [part for part in module.modules() if isinstance(part, Wrapper) and not part.spreads]
-    for wrapper in wrappers:
-        if not all(piece.is_whole for piece in wrapper.slices().values()):
-            sharded.update(wrapper.parameters())
-    if shards is None and sharded:
-        raise MisuseError(
-            "clip_grad_norm_: this model's parameters are shards: say over which ranks, such as "
-            'shards=mesh["data"]'
-        )
-    total = _norm_of(module, norm_type, shards, sharded)
-    clip_(list(module.parameters()), total, max_norm)
-    return total
-
-
-def _norm_of(
-    module: nn.Module, norm_type: float, shards: Backend | None, sharded: Set[nn.Parameter]
-) -> Tensor:
-    """The norm of all gradients. Those of `sharded` parameters are parts, over `shards`."""
-    largest = norm_type == math.inf
-    op, add = (ReduceOp.MAX, torch.maximum) if largest else (ReduceOp.SUM, torch.add)
-    pipelines = [part for part in module.modules() if isinstance(part, Wrapper) and part.spreads]
-    cut = owners(module)
-    staged = {p: pipeline.backend for pipeline in pipelines for p in pipeline.parameters()}
-    nothing = torch.zeros((), dtype=torch.float64)
-    # By the ranks with the other parts, and those with the other stages. Each of these sums takes
-    # part in the messages, whether there are gradients here or not, since other ranks wait for it.
-    powers = {(cut.get(p), staged.get(p)): nothing for p in module.parameters()}
-    powers_of_shards = dict(powers)
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            norm = norm_here(parameter.grad, norm_type)
-            sums = powers_of_shards if parameter in sharded else powers
-            place = cut.get(parameter), staged.get(parameter)
-            sums[place] = add(sums[place], norm if largest else norm**norm_type)
-    if shards is not None and powers:
-        together = all_reduce(torch.stack([*powers_of_shards.values()]), shards, op, label=NAME)
-        for place, power in zip(powers, together, strict=True):
-            powers[place] = add(powers[place], power)
-    totals = dict.fromkeys((None, *(p.backend for p in pipelines)), nothing)
-    for (parts, stages), power in powers.items():
-        whole = power if parts is None else all_reduce(power, parts, op, label=NAME)
-        totals[stages] = add(totals[stages], whole)
-    for stages, power in totals.items():
-        if stages is not None:
-            totals[stages] = all_reduce(power, stages, op, label=NAME)
-    total = reduce(add, totals.values())
-    return total if largest else total ** (1 / norm_type)
 
 
 # ------------------------------------------------------------------------------

@@ -1,0 +1,58 @@
+"""Gradients of which other ranks have the other parts: torch's norm of them is refused.
+
+`torch.nn.utils.clip_grad_norm_` knows of one process. On each rank it would find another norm, and
+scale by it, so that what is to be alike on all ranks drifts apart. No other error would follow.
+"""
+
+from __future__ import annotations
+
+import sys
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from phalanx.errors import MisuseError
+
+
+class GradientPart(Tensor):
+    """A `.grad` that is a part. What is computed from it is a plain tensor."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func`; raises `MisuseError` for a norm of which torch's clipping makes a total."""
+        if "norm" in getattr(func, "__name__", ""):
+            caller = sys._getframe(1).f_globals.get("__name__")
+            if caller == "torch.nn.utils.clip_grad":
+                raise MisuseError(
+                    "torch's norm of gradients is that of this rank's parts alone, another one on "
+                    "each rank: call phalanx.clip_grad_norm_(model, max_norm) on every rank"
+                )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return deepcopy(self.as_subclass(Tensor), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def mark_part(parameter: Tensor) -> None:
+    """Mark a parameter's gradient, if it has one, until an optimizer takes it. Also a hook."""
+    if type(parameter.grad) is Tensor:
+        parameter.grad.__class__ = GradientPart
+
+
+def _unmark(optimizer: Optimizer, *_: object) -> None:
+    """Optimizers compute with plain tensors, for each of which torch would call Python code."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if type(parameter.grad) is GradientPart:
+                parameter.grad.__class__ = Tensor  # type: ignore[assignment]
+
+
+register_optimizer_step_pre_hook(_unmark)
