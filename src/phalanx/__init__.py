@@ -65,6 +65,7 @@ _WHERE = {
         "ParameterServer",
     ),
     "phalanx.backends": (
+        "DEFAULT_TIMEOUT",
         "Backend",
         "GlooBackend",
         "HybridBackend",

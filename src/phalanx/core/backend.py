@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 DEFAULT_TIMEOUT = 60.0
+"""Seconds that a call waits at most, where neither it nor its backend was told otherwise."""
 MAX_TAG = 2**31 - 1
 PATIENCE = 0.05  # seconds that a work is left to its waiter, where no processor is spare
 

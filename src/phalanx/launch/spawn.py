@@ -34,6 +34,7 @@ from multiprocessing.spawn import get_preparation_data
 from types import FrameType, MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
+from phalanx.core.backend import DEFAULT_TIMEOUT
 from phalanx.errors import InvalidWorldSizeError, MisuseError
 from phalanx.launch import metrics
 from phalanx.launch.binding import threads_per_rank
@@ -55,7 +56,11 @@ _SHOWN: Mapping[str, str] = MappingProxyType({"PYTHONUNBUFFERED": "1", "TTY_INTE
 
 
 def spawn(
-    fn: Callable[[Backend], T], world_size: int, backend: str = "auto", *, timeout: float = 60.0
+    fn: Callable[[Backend], T],
+    world_size: int,
+    backend: str = "auto",
+    *,
+    timeout: float = DEFAULT_TIMEOUT,
 ) -> list[T]:
     """Run `fn(backend)` in `world_size` fresh processes of this host; return their results.
 

@@ -18,7 +18,7 @@ from phalanx.aggregation import (
     LocalAggregator,
     ParameterServer,
 )
-from phalanx.backends import Backend, TcpBackend
+from phalanx.backends import DEFAULT_TIMEOUT, Backend, TcpBackend
 from phalanx.compression import Compressor, ErrorFeedback, Half, PowerSGD, Quantized, RandomK, TopK
 from phalanx.errors import (
     BackendUnavailableError,
@@ -134,7 +134,7 @@ class DistributedConfig(_Config, frozen=True):
         values = (self.world_size, self.rank, *parse_address(self.coordinator_addr))
         return {name: str(value) for name, value in zip(_VARIABLES, values, strict=True)}
 
-    def connect(self, *, timeout: float = 60.0) -> TcpBackend:
+    def connect(self, *, timeout: float = DEFAULT_TIMEOUT) -> TcpBackend:
         """This rank's backend. Blocks until all ranks are connected; raises as `TcpBackend` does.
 
         Rank 0 listens at `coordinator_addr`. Under torchrun, whose own store listens at
