@@ -67,6 +67,16 @@ def test_so_is_one_that_another_collective_has(call: Call, listed: str) -> None:
     refused_on_rank_0_only(call, UnsupportedOperationError, f"rank 0: .*it has .*{listed}")
 
 
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("cut", [phalanx.reduce_scatter, phalanx.scatter, phalanx.all_to_all])
+def test_a_tensor_of_no_dimensions_is_cut_in_no_world(cut: Callable[..., Any], size: int) -> None:
+    def run(backend: Backend) -> None:
+        with pytest.raises(SizeMismatchError, match=rf"{size} slices.*shape \[\]; it has no dim 0"):
+            cut(torch.tensor(1.0), backend)
+
+    simulate(run, size)
+
+
 @pytest.mark.parametrize("algorithm", ["ring", "tree", "halving_doubling", "star"])
 def test_only_direct_is_reproducible(algorithm: str) -> None:
     refused_on_rank_0_only(

@@ -190,7 +190,8 @@ def reduce_scatter(
     """Slice `rank` of the reduction of every rank's `tensor`.
 
     tensor      of the same shape and dtype on every rank; not changed. Its dim 0 has to be
-                divisible by the world size: `[p * n, ...]` gives `[n, ...]`
+                divisible by the world size: `[p * n, ...]` gives `[n, ...]`. A tensor of no
+                dimensions has none, and is refused in a world of 1 as in any
     algorithm   `auto`, or `ring`, `direct`, `tree`, `halving_doubling`, `star`, `two_level`
     reproducible  sum in rank order, whatever the backend and the size (it selects `direct`)
     into        where to put the result, of that shape and the same dtype; else a new tensor

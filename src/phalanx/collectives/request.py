@@ -195,9 +195,10 @@ def check_slices(shape: tuple[int, ...], backend: Backend, op: str) -> tuple[int
     """The shape of one of p slices of dim 0; `SizeMismatchError` if that does not divide."""
     size = backend.world_size
     if not shape or shape[0] % size:
+        advice = f"pad dim 0 to a multiple of {size}" if shape else "it has no dim 0"
         raise SizeMismatchError(
             f"rank {backend.rank}: {op} cuts dim 0 into {size} slices, one for each rank, and "
-            f"cannot cut a tensor of shape {list(shape)}; pad dim 0 to a multiple of {size}",
+            f"cannot cut a tensor of shape {list(shape)}; {advice}",
             rank=backend.rank,
             op=op,
         )
