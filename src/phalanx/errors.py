@@ -106,7 +106,10 @@ def _rebuild(
 
 
 class InvalidRankError(DistributedError, ValueError):
-    """A rank that is not one of the group's, as a peer, a root or a member."""
+    """A rank that is not one of the group's, as a peer, a root or a member: it is `peer`.
+
+    `rank` is who raises, as in every error; None where its own number is the one that is not.
+    """
 
 
 class InvalidWorldSizeError(DistributedError, ValueError):

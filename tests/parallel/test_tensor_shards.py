@@ -77,6 +77,13 @@ def test_no_shards_or_more_than_there_are_rows_is_refused(n: int):
         shard_tensor(torch.ones(3, 5), n)
 
 
+def test_what_is_no_tensor_or_no_number_of_shards_is_a_type_error():
+    with pytest.raises(TypeError, match="shard_tensor cuts a tensor, not list"):
+        shard_tensor([1, 2], 2)
+    with pytest.raises(TypeError, match=r"n is a whole number, not 1\.5"):
+        shard_tensor(torch.ones(3), 1.5)
+
+
 def test_an_empty_tensor_cannot_be_cut():
     with pytest.raises(ValueError, match="0 rows"):
         shard_tensor(torch.ones(0, 5), 1)

@@ -18,7 +18,6 @@ from phalanx.collectives.request import (
     ProgramRequest,
     Request,
     asynchronous,
-    check_distinct,
     check_slices,
     check_tensor,
     collective,
@@ -32,7 +31,7 @@ from phalanx.collectives.resolve import Options, TensorRequest, checked_algorith
 from phalanx.core.backend import Backend
 from phalanx.core.reduce_op import ReduceOp, reduction_for
 from phalanx.core.work import Work
-from phalanx.wire.memory import copy_bits, plain
+from phalanx.wire.memory import check_distinct, copy_bits, plain
 
 
 @collective
@@ -135,8 +134,8 @@ def reduce(
     does not exist, `UnsupportedOperationError` if the reduction has no meaning for the dtype;
     `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
     """
-    root = backend.check_rank(root, "root")
     check_tensor(tensor, backend, "reduce")
+    root = backend.check_rank(root, "root")
     shape, dtype, device = tensor.shape, tensor.dtype, tensor.device
     source, out = plain(tensor), None
     result: Callable[[], Tensor | None] = nothing
@@ -160,8 +159,8 @@ def reduce_(
     timeout: float | None = None,
 ) -> Request[Tensor]:
     """`reduce` in place: the root's `tensor` is overwritten, the others' is not; it is returned."""
-    root = backend.check_rank(root, "root")
     check_tensor(tensor, backend, "reduce_")
+    root = backend.check_rank(root, "root")
     if backend.rank == root:
         source, result = work_in_place(tensor)
         out = source
@@ -344,8 +343,9 @@ def _new(tensor: Tensor, reduced: Tensor) -> Tensor:
 
 
 def _listed(tensors: Iterable[Tensor], backend: Backend) -> list[Tensor]:
-    if isinstance(tensors, Tensor):  # whose rows would be taken for tensors
-        raise TypeError(f"rank {backend.rank}: {COALESCED} takes a list of tensors, not one tensor")
+    if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
+        what = "one tensor" if isinstance(tensors, Tensor) else type(tensors).__name__
+        raise TypeError(f"rank {backend.rank}: {COALESCED} takes a list of tensors, not {what}")
     listed = list(tensors)
     for tensor in listed:
         check_tensor(tensor, backend, COALESCED)

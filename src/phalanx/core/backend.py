@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from phalanx.core.call import Call, call_site, check_timeout
+from phalanx.core.call import Call, call_site, check_timeout, whole_number
 from phalanx.core.common import CommonMemory, Own
 from phalanx.core.counters import Counts, Progress
 from phalanx.core.engine import Engine
@@ -43,9 +43,18 @@ from phalanx.errors import (
     InvalidWorldSizeError,
     PeerLostError,
     SelfSendError,
+    UnsupportedOperationError,
 )
 from phalanx.wire.frame import Channel, Kind
-from phalanx.wire.memory import Buffer, copy_bits, readable_bytes, tensor_bytes, writable_bytes
+from phalanx.wire.memory import (
+    Buffer,
+    check_distinct,
+    copy_bits,
+    readable_bytes,
+    tensor_bytes,
+    why_not_movable,
+    writable_bytes,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -267,20 +276,32 @@ class Backend:
 
     def _readable(self, data: Tensor | Buffer, op: str) -> memoryview:
         """The bytes to send; of a tensor on a device, a copy, for which this thread waits."""
-        if self._is_on_device(data):
+        if self._is_on_device(data, op):
             data = self.engine.copies_of(data.device, op).to_host(data)
         return readable_bytes(data)
 
     def _writable(self, into: Tensor | Buffer, op: str) -> tuple[memoryview, Tensor | None]:
         """Where to receive, and what is to be copied from there to `into` in the end."""
-        if self._is_on_device(into):
+        if self._is_on_device(into, op):
             stand_in = self.engine.copies_of(into.device, op).room_for(into)
             return tensor_bytes(stand_in), stand_in
+        if isinstance(into, Tensor):
+            check_distinct(into)
         return writable_bytes(into)
 
-    def _is_on_device(self, data: Tensor | Buffer) -> bool:
-        """Whether it is a tensor on a device from which this backend takes tensors."""
-        return isinstance(data, Tensor) and not data.is_cpu and data.device.type in self.devices
+    def _is_on_device(self, data: Tensor | Buffer, op: str) -> bool:
+        """Whether it is a tensor on a device. Raises for what is no tensor or buffer to move."""
+        if isinstance(data, Tensor):
+            self.check_movable(data, op)
+            return not data.is_cpu
+        try:
+            memoryview(data)
+        except TypeError:
+            raise TypeError(
+                f"rank {self.rank}: {op} takes a tensor, or a buffer such as bytes, not "
+                f"{type(data).__name__}"
+            ) from None
+        return False
 
     def _message(
         self,
@@ -294,6 +315,7 @@ class Backend:
         background: bool = False,
         result: Callable[[], T] | None = None,
     ) -> Work[T]:
+        tag = whole_number(tag, "tag")
         if not 0 <= tag <= MAX_TAG:
             raise ValueError(f"tag must be between 0 and {MAX_TAG}, not {tag}")
         signature = [f"tag {tag}"] if tag else []
@@ -544,15 +566,15 @@ class Backend:
         if type(rank) is int and 0 <= rank < self.world_size:
             return rank
         try:
-            number = index(rank)
+            number: int | None = index(rank)
         except TypeError:
-            number = -1
-        if not 0 <= number < self.world_size:
+            number = None
+        if number is None or not 0 <= number < self.world_size:
             raise InvalidRankError(
                 f"rank {self.rank}: {what} {rank!r} is not one of the {self.world_size} ranks "
                 f"0 to {self.world_size - 1}",
                 rank=self.rank,
-                peer=rank,
+                peer=number,
             )
         return number
 
@@ -567,6 +589,17 @@ class Backend:
                 peer=peer,
             )
         return peer
+
+    def check_movable(self, tensor: Tensor, op: str) -> None:
+        """`UnsupportedOperationError` unless it is dense, and on a device of this backend."""
+        problem = why_not_movable(tensor, self.devices)
+        if problem is not None:
+            places = " and ".join(sorted(device.upper() for device in self.devices))
+            raise UnsupportedOperationError(
+                f"rank {self.rank}: {op} moves dense {places} tensors and was given {problem}",
+                rank=self.rank,
+                op=op,
+            )
 
     # The end --------------------------------------------------------------------------------
 
@@ -665,13 +698,18 @@ class SubBackend(Backend):
         timeout: float | None = None,
     ) -> None:
         self.parent = parent
-        self.members = tuple(dict.fromkeys(members) if in_order else sorted(set(members)))
+        try:
+            listed = list(members)
+        except TypeError:
+            raise TypeError(
+                f"rank {parent.rank}: members is a list of ranks, not {members!r}"
+            ) from None
+        listed = [parent.check_rank(member, "member") for member in listed]
+        self.members = tuple(dict.fromkeys(listed) if in_order else sorted(set(listed)))
         if not self.members:
             raise InvalidWorldSizeError(
                 f"rank {parent.rank}: a group needs at least one member", rank=parent.rank
             )
-        for member in self.members:
-            parent.check_rank(member, "member")
         if parent.rank not in self.members:
             raise InvalidRankError(
                 f"rank {parent.rank} makes a group of ranks {list(self.members)} without being one "

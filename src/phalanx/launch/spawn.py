@@ -35,7 +35,8 @@ from types import FrameType, MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from phalanx.core.backend import DEFAULT_TIMEOUT
-from phalanx.errors import InvalidWorldSizeError, MisuseError
+from phalanx.core.call import check_world_size
+from phalanx.errors import MisuseError
 from phalanx.launch import metrics
 from phalanx.launch.binding import threads_per_rank
 from phalanx.launch.environment import World
@@ -81,8 +82,7 @@ def spawn(
     backend: `BackendUnavailableError`. Ctrl-C, or a notebook's interrupt, is a `KeyboardInterrupt`
     when the ranks have ended. No rank outlives this call, or this process.
     """
-    if world_size < 1:
-        raise InvalidWorldSizeError(f"a world of {world_size} ranks cannot be: it takes one")
+    check_world_size(world_size)
     check_name(backend)
     metrics.wanted(os.environ)
     try:

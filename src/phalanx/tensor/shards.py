@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from phalanx.core.call import whole_number
 from phalanx.errors import SizeMismatchError
 
 Run = tuple[int, int]
@@ -80,7 +81,9 @@ def shard_tensor(t: Tensor, n: int) -> list[Tensor]:
     saved without it. A tensor of no dimensions has nothing to be cut along: it gives one copy of
     itself. Raises `ValueError` unless there are as many rows as shards, and one shard.
     """
-    if n < 1:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"shard_tensor cuts a tensor, not {type(t).__name__}")
+    if whole_number(n, "n") < 1:
         raise ValueError(f"cannot cut a tensor into {n} shards: 1 or more are needed")
     if t.dim() == 0:
         return [t.clone()]

@@ -90,6 +90,7 @@ class DistributedConfig(_Config, frozen=True):
             raise InvalidRankError(
                 f"rank {self.rank!r} is not one of {self.world_size}: ranks count from 0, the last "
                 f"is {self.world_size - 1}",
+                peer=self.rank if type(self.rank) is int else None,
             )
         if not isinstance(self.coordinator_addr, str):
             raise ValueError(  # noqa: TRY004 - as for every other field

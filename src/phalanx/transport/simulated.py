@@ -19,7 +19,7 @@ from torch import UntypedStorage
 from typing_extensions import override
 
 from phalanx.core.backend import DEFAULT_TIMEOUT, Backend
-from phalanx.core.call import WORLD_ID
+from phalanx.core.call import WORLD_ID, check_world_size
 from phalanx.core.common import zeros
 from phalanx.core.engine import LONGEST_WAIT, Engine
 from phalanx.core.group import Group
@@ -28,7 +28,7 @@ from phalanx.core.random_state import RandomStates
 from phalanx.core.steps import Place, Source
 from phalanx.core.transport import Control, Transport
 from phalanx.core.work import Work
-from phalanx.errors import DeadlockError, InvalidWorldSizeError, MisuseError, RankStopped
+from phalanx.errors import DeadlockError, MisuseError, RankStopped
 from phalanx.wire.control import Ask
 
 
@@ -145,9 +145,7 @@ class SimulatedBackend(Backend):
 
         Raises `InvalidWorldSizeError` if `world_size` is less than 1.
         """
-        if world_size < 1:
-            raise InvalidWorldSizeError(f"a group needs at least one rank, not {world_size}")
-        switch = InProcessSwitch(world_size)
+        switch = InProcessSwitch(check_world_size(world_size))
         return [cls(engine, timeout=timeout) for engine in switch.engines]
 
     @property
