@@ -89,17 +89,9 @@ def all_reduce_(
     check_tensor(tensor, backend, "all_reduce_")
     out, result = work_in_place(tensor)
     options = (algorithm, reproducible, label, timeout)
+    shape, parts = tensor.shape, tuple(own)
     return TensorRequest(
-        backend,
-        "all_reduce",
-        tensor.shape,
-        tensor.dtype,
-        out,
-        out,
-        result,
-        options,
-        op,
-        own=tuple(own),
+        backend, "all_reduce", shape, tensor.dtype, out, out, result, options, op, own=parts
     )
 
 
@@ -210,19 +202,11 @@ def reduce_scatter(
     shape = check_slices(whole, backend, "reduce_scatter")
     out, result = out_for(shape, dtype, backend, into, "reduce_scatter", device=tensor.device)
     options = (algorithm, reproducible, label, timeout)
-    return TensorRequest(
-        backend,
-        "reduce_scatter",
-        whole,
-        dtype,
-        given(tensor, out),
-        out,
-        result,
-        options,
-        op,
-        consume=consume,
-        own=tuple(own),
+    request = TensorRequest(
+        backend, "reduce_scatter", whole, dtype, given(tensor, out), out, result, options, op
     )
+    request.consume, request.own = consume, tuple(own)
+    return request
 
 
 async_all_reduce = asynchronous(all_reduce)

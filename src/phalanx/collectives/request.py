@@ -67,15 +67,10 @@ class ProgramRequest(Request[T]):
 
     @override
     def issue(self, *, background: bool = True) -> Work[T]:
+        fingerprint = xxh3_64_intdigest(f"{self.name} {self.signature}".encode())
+        arguments = self.buffers, None, self.signature, fingerprint, self.timeout
         return self.backend.issue(
-            self.name,
-            self.program,
-            self.buffers,
-            result=self.result,
-            signature=self.signature,
-            fingerprint=xxh3_64_intdigest(f"{self.name} {self.signature}".encode()),
-            timeout=self.timeout,
-            background=background,
+            self.name, self.program, *arguments, result=self.result, background=background
         )
 
 

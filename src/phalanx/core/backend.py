@@ -229,15 +229,19 @@ class Backend:
         tag: int = 0,
         timeout: float | None = None,
         background: bool = True,
+        stream: int = 0,
     ) -> Work[None]:
         """`send` that returns at once; the memory may be used again when the work is done.
 
-        With `background` it moves on while nobody waits for it.
+        With `background` it moves on while nobody waits for it. Messages of different streams,
+        which are multiples of 2^31, never mix.
         """
         dst = self.check_peer(dst)
         view = self._readable(data, "send")
         round_ = Round(sends=(SendBytes(dst, 0, len(view)),))
-        return self._message("send", dst, tag, round_, (view,), timeout, background=background)
+        return self._message(
+            "send", dst, tag, round_, (view,), timeout, stream, background=background
+        )
 
     def irecv(
         self,
@@ -247,6 +251,7 @@ class Backend:
         tag: int = 0,
         timeout: float | None = None,
         background: bool = True,
+        stream: int = 0,
     ) -> Work[int]:
         """`recv` that returns at once; `wait()` gives the sender, and `into` is filled then.
 
@@ -262,7 +267,7 @@ class Backend:
             )
         view, stand_in = self._writable(into, "recv")
         peer = ANY if src is None else src
-        round_ = Round(receives=(ReceiveBytes(peer, 0, len(view)),))
+        step = Round(receives=(ReceiveBytes(peer, 0, len(view)),))
 
         def sender() -> int:
             if stand_in is not None:
@@ -270,7 +275,7 @@ class Backend:
             return self.group.to_local[work.sender]
 
         work: Work[int] = self._message(
-            "recv", peer, tag, round_, (view,), timeout, background=background, result=sender
+            "recv", peer, tag, step, (view,), timeout, stream, background=background, result=sender
         )
         return work
 
@@ -311,6 +316,7 @@ class Backend:
         round_: Round,
         buffers: tuple[memoryview, ...],
         timeout: float | None,
+        stream: int = 0,
         *,
         background: bool = False,
         result: Callable[[], T] | None = None,
@@ -320,13 +326,14 @@ class Backend:
             raise ValueError(f"tag must be between 0 and {MAX_TAG}, not {tag}")
         signature = [f"tag {tag}"] if tag else []
         signature += ["from any rank"] if peer == ANY else []
+        signature += ["an object"] if stream else []
         group, engine = self.group, self.engine
         seconds = self.timeout if timeout is None else check_timeout(timeout)
         site = call_site()
         with engine.lock:
             what, number, now = ", ".join(signature), group.next_message(name, peer), engine.now()
             call = Call(name, number, what, group.suffix, site, now, seconds)
-            channel = Channel(group.id, Kind.POINT_TO_POINT, tag)
+            channel = Channel(group.id, Kind.POINT_TO_POINT, stream + tag)
             work = Work(group, call, channel, (round_,), buffers, result=result)
             group.issue(work)
         if background and not work.over:
@@ -351,12 +358,12 @@ class Backend:
         name: str,
         program: Iterable[Program],
         buffers: Sequence[memoryview] = (),
-        *,
         combine: Combine | None = None,
-        result: Callable[[], T] | None = None,
         signature: str = "",
         fingerprint: int = 0,
         timeout: float | None = None,
+        *,
+        result: Callable[[], T] | None = None,
         background: bool = False,
     ) -> Work[T]:
         """Issue a collective: this rank's steps. Returns at once.
@@ -466,22 +473,14 @@ class Backend:
         2p messages of no bytes; in shared memory, one look at each other's flags; or the library's
         own.
         """
-        fingerprint = xxh3_64_intdigest(label.encode()) if label else 0
-        steps = self._barrier_steps()
-        self.run("barrier", steps, signature=label, fingerprint=fingerprint, timeout=timeout)
+        self.run("barrier", self._barrier_steps(), (), None, *_signed(label), timeout)
 
     def ibarrier(
         self, *, label: str = "", timeout: float | None = None, background: bool = True
     ) -> Work[None]:
         """`barrier` that returns at once; when the work is done, every rank has come."""
-        return self.issue(
-            "barrier",
-            self._barrier_steps(),
-            signature=label,
-            fingerprint=xxh3_64_intdigest(label.encode()) if label else 0,
-            timeout=timeout,
-            background=background,
-        )
+        arguments = self._barrier_steps(), (), None, *_signed(label), timeout
+        return self.issue("barrier", *arguments, background=background)
 
     def _barrier_steps(self) -> Iterable[Program]:
         if self.shared is not None and self.shares_memory:
@@ -660,6 +659,11 @@ class Backend:
             self.close()
 
 
+def _signed(label: str) -> tuple[str, int]:
+    """The signature and the fingerprint of a barrier."""
+    return label, xxh3_64_intdigest(label.encode()) if label else 0
+
+
 def _raising(error: BaseException) -> Iterator[Program]:
     """Steps that end in an error."""
 
@@ -698,13 +702,9 @@ class SubBackend(Backend):
         timeout: float | None = None,
     ) -> None:
         self.parent = parent
-        try:
-            listed = list(members)
-        except TypeError:
-            raise TypeError(
-                f"rank {parent.rank}: members is a list of ranks, not {members!r}"
-            ) from None
-        listed = [parent.check_rank(member, "member") for member in listed]
+        if not isinstance(members, Iterable):
+            raise TypeError(f"rank {parent.rank}: members is a list of ranks, not {members!r}")
+        listed = [parent.check_rank(member, "member") for member in members]
         self.members = tuple(dict.fromkeys(listed) if in_order else sorted(set(listed)))
         if not self.members:
             raise InvalidWorldSizeError(
