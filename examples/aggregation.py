@@ -22,7 +22,7 @@ TOP_K = CompressionConfig("top_k", {"ratio": 0.1}, error_feedback=True)
 
 def main(kind: str = "all_reduce", *, epochs: int = 3) -> float:
     backend = phalanx.init()
-    rank = DistributedConfig(backend.world_size, backend.rank, "localhost:29500")
+    rank = DistributedConfig(backend.world_size, backend.rank)
     config = (
         DataParallelConfig(rank, "compressed", TOP_K)
         if kind == "top_k"

@@ -44,6 +44,7 @@ ALL = [
     DataParallelConfig(CONFIG),
     DataParallelConfig(CONFIG, "parameter_server"),
     DataParallelConfig(DistributedConfig(1, 0, "[fd00::1]:29500"), "local"),
+    DataParallelConfig(DistributedConfig(3, 2)),
     *(
         DataParallelConfig(CONFIG, "compressed", compression)
         for compression in COMPRESSIONS.values()
@@ -119,7 +120,7 @@ def test_an_address_that_is_none_is_refused(address: str):
     [
         ('{"world_size": 2, "rank": 5, "coordinator_addr": "a:1"}', "rank 5 is not one of 2"),
         ('{"world_size": "2", "rank": 0, "coordinator_addr": "a:1"}', "world_size"),
-        ('{"world_size": 2, "rank": 0}', "coordinator_addr"),
+        ('{"world_size": 2, "coordinator_addr": "a:1"}', "rank"),
         ('{"world_size": 2, "rank": 0, "coordinator_addr": "a:1", "port": 3}', "port"),
         ("{", "JSON"),
     ],
@@ -247,7 +248,7 @@ def test_a_config_builds_its_aggregator_over_its_rank_s_backend():
     }
 
     def run(backend: Backend) -> None:
-        config = DistributedConfig(backend.world_size, backend.rank, "a:1")
+        config = DistributedConfig(backend.world_size, backend.rank)
         for name, kind in kinds.items():
             compression = (
                 COMPRESSIONS["ErrorFeedback(TopK(0.01))"] if name == "compressed" else None
@@ -259,9 +260,13 @@ def test_a_config_builds_its_aggregator_over_its_rank_s_backend():
             DataParallelConfig(CONFIG).build(backend)
 
     simulate(run, 2)
-    alone = DataParallelConfig(DistributedConfig(1, 0, "a:1"), "local")
-    simulate(lambda b: type(alone.build(b)), 1)
+    alone = DataParallelConfig(DistributedConfig(1, 0), "local")
     assert list(simulate(lambda b: type(alone.build(b)), 1)) == [LocalAggregator]
+
+
+def test_only_connecting_needs_an_address():
+    with pytest.raises(ValueError, match="connect needs coordinator_addr"):
+        DistributedConfig(1, 0).connect()
 
 
 def test_a_config_connects_its_rank():

@@ -71,15 +71,15 @@ class DistributedConfig(_Config, frozen=True):
 
     world_size        1 or more
     rank              0 <= rank < world_size
-    coordinator_addr  `"host:port"` of rank 0
+    coordinator_addr  `"host:port"` of rank 0, which only `connect` needs
 
     Raises `InvalidWorldSizeError`, `InvalidRankError`, or ValueError for another form of address.
-    In the environment: WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT, as launchers leave them.
+    In the environment: WORLD_SIZE and RANK; MASTER_ADDR and MASTER_PORT, both or neither.
     """
 
     world_size: int
     rank: int
-    coordinator_addr: str
+    coordinator_addr: str | None = None
 
     def __post_init__(self) -> None:
         if type(self.world_size) is not int or self.world_size < 1:
@@ -92,21 +92,21 @@ class DistributedConfig(_Config, frozen=True):
                 f"is {self.world_size - 1}",
                 peer=self.rank if type(self.rank) is int else None,
             )
-        if not isinstance(self.coordinator_addr, str):
+        if not isinstance(self.coordinator_addr, str | None):
             raise ValueError(  # noqa: TRY004 - as for every other field
                 f'coordinator_addr must be text, "host:port", not {self.coordinator_addr!r}'
             )
-        parse_address(self.coordinator_addr)
+        if self.coordinator_addr is not None:
+            parse_address(self.coordinator_addr)
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> DistributedConfig:
         """From these variables. Raises ValueError, which names the variable."""
-        numbers = {}
-        for name in _VARIABLES:
+        numbers, address = {}, None
+        names = _VARIABLES if environ.keys() & _VARIABLES[2:] else _VARIABLES[:2]
+        for name in names:
             if name not in environ:
-                raise ValueError(
-                    f"{name} is not in the environment; {', '.join(_VARIABLES)} have to be"
-                )
+                raise ValueError(f"{name} is not in the environment; {', '.join(names)} have to be")
             if name != "MASTER_ADDR":
                 try:
                     numbers[name] = int(environ[name])
@@ -114,7 +114,7 @@ class DistributedConfig(_Config, frozen=True):
                     raise ValueError(
                         f"{name}={environ[name]!r} in the environment is no number"
                     ) from None
-        host = environ["MASTER_ADDR"].removeprefix("[").removesuffix("]")
+        host = environ.get("MASTER_ADDR", "").removeprefix("[").removesuffix("]")
         if ":" in host:  # an IPv6 address, which is in brackets before a port
             try:
                 ipaddress.IPv6Address(host)
@@ -124,16 +124,19 @@ class DistributedConfig(_Config, frozen=True):
                     "goes into MASTER_PORT"
                 ) from None
             host = f"[{host}]"
+        if "MASTER_PORT" in numbers:
+            address = f"{host}:{numbers['MASTER_PORT']}"
         try:
-            return cls(numbers["WORLD_SIZE"], numbers["RANK"], f"{host}:{numbers['MASTER_PORT']}")
+            return cls(numbers["WORLD_SIZE"], numbers["RANK"], address)
         except ValueError as error:
-            found = ", ".join(f"{name}={environ[name]}" for name in _VARIABLES)
+            found = ", ".join(f"{name}={environ[name]}" for name in names)
             raise type(error)(f"the environment has {found}: {error}") from None
 
     def to_environment(self) -> dict[str, str]:
         """The variables that `from_environment` reads, and `phalanx.init`."""
-        values = (self.world_size, self.rank, *parse_address(self.coordinator_addr))
-        return {name: str(value) for name, value in zip(_VARIABLES, values, strict=True)}
+        place = () if self.coordinator_addr is None else parse_address(self.coordinator_addr)
+        values = (self.world_size, self.rank, *place)
+        return {name: str(value) for name, value in zip(_VARIABLES, values, strict=False)}
 
     def connect(self, *, timeout: float = DEFAULT_TIMEOUT) -> TcpBackend:
         """This rank's backend. Blocks until all ranks are connected; raises as `TcpBackend` does.
@@ -141,6 +144,8 @@ class DistributedConfig(_Config, frozen=True):
         Rank 0 listens at `coordinator_addr`. Under torchrun, whose own store listens at
         MASTER_PORT, `phalanx.init()` gives the backend instead.
         """
+        if self.coordinator_addr is None:
+            raise ValueError("connect needs coordinator_addr, where rank 0 listens: 'host:port'")
         try:
             return TcpBackend(self.rank, self.world_size, self.coordinator_addr, timeout=timeout)
         except BackendUnavailableError as error:
