@@ -26,7 +26,7 @@ def main(kind: str = "all_reduce", *, epochs: int = 3) -> float:
     config = (
         DataParallelConfig(rank, "compressed", TOP_K)
         if kind == "top_k"
-        else DataParallelConfig(rank, kind)  # type: ignore[arg-type]  # which it checks
+        else DataParallelConfig(rank, kind)
     )
     aggregator = config.build(backend)
     torch.manual_seed(0)

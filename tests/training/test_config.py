@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from phalanx import (
     Backend,
     BackendUnavailableError,
     CompressedAggregator,
+    GradientAggregator,
     InvalidRankError,
     InvalidWorldSizeError,
     LocalAggregator,
@@ -262,6 +264,33 @@ def test_a_config_builds_its_aggregator_over_its_rank_s_backend():
     simulate(run, 2)
     alone = DataParallelConfig(DistributedConfig(1, 0), "local")
     assert list(simulate(lambda b: type(alone.build(b)), 1)) == [LocalAggregator]
+
+
+class OfOnesOwn(GradientAggregator):
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+    def aggregate(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [self.backend.rank * gradient for gradient in gradients]
+
+
+def test_an_aggregator_of_one_s_own_is_named_by_its_module():
+    def run(backend: Backend) -> None:
+        ranks = DistributedConfig(2, backend.rank)
+        config = DataParallelConfig(ranks, f"{__name__}:OfOnesOwn")
+        assert DataParallelConfig.from_json(config.to_json()) == config
+        assert DataParallelConfig.from_environment(config.to_environment()) == config
+        (found,) = config.build(backend).aggregate([torch.ones(1)])
+        assert found.item() == backend.rank
+        for name, error, words in (
+            (f"{__name__}:Nothing", AttributeError, "has no attribute 'Nothing'"),
+            ("no_such_module:Name", ImportError, "No module named 'no_such_module'"),
+            (f"{__name__}:Backend.__repr__", TypeError, "is no GradientAggregator"),
+        ):
+            with pytest.raises(error, match=words):
+                DataParallelConfig(ranks, name).build(backend)
+
+    simulate(run, 2)
 
 
 def test_only_connecting_needs_an_address():

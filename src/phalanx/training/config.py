@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 from collections.abc import Callable, Mapping
+from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Literal, TypeVar
 
@@ -205,7 +206,8 @@ class DataParallelConfig(_Config, frozen=True):
     """How a rank trains with the others.
 
     config       the rank and its group
-    aggregator   local, all_reduce, parameter_server or compressed
+    aggregator   local, all_reduce, parameter_server or compressed; or one of your own, as text that
+                 `build` imports, `"package.module:Name"`: `Name(backend)` is the aggregator
     compression  of the aggregator "compressed", and of no other
 
     Raises ValueError for a name that does not exist, or a compression that is missing or not used.
@@ -214,7 +216,7 @@ class DataParallelConfig(_Config, frozen=True):
     """
 
     config: DistributedConfig
-    aggregator: Literal["local", "all_reduce", "parameter_server", "compressed"] = "all_reduce"
+    aggregator: str = "all_reduce"
     compression: CompressionConfig | None = None
 
     def __post_init__(self) -> None:
@@ -226,9 +228,11 @@ class DataParallelConfig(_Config, frozen=True):
                 f'CompressionConfig("top_k", {{"ratio": 0.01}}), not {self.compression!r}'
             )
         names = [*_AGGREGATORS, "compressed"]
-        if not isinstance(self.aggregator, str) or self.aggregator not in names:
+        text = self.aggregator if isinstance(self.aggregator, str) else ""
+        if text not in names and ":" not in text:
             raise ValueError(
-                f"there is no aggregator {self.aggregator!r}; there are {', '.join(names)}"
+                f"there is no aggregator {self.aggregator!r}; there are {', '.join(names)}, and "
+                "those of your own, 'package.module:Name'"
             )
         if (self.aggregator == "compressed") != (self.compression is not None):
             raise ValueError(
@@ -248,7 +252,7 @@ class DataParallelConfig(_Config, frozen=True):
         text = environ.get("PHALANX_COMPRESSION")
         try:
             compression = CompressionConfig.from_json(text) if text else None
-            return cls(config, aggregator, compression)  # type: ignore[arg-type]  # which it checks
+            return cls(config, aggregator, compression)
         except ValueError as error:
             raise ValueError(
                 f"the environment has PHALANX_AGGREGATOR={aggregator} and PHALANX_COMPRESSION="
@@ -263,7 +267,10 @@ class DataParallelConfig(_Config, frozen=True):
         return variables
 
     def build(self, backend: Backend) -> GradientAggregator:
-        """The aggregator, over a backend; `MisuseError` if that is not the rank of the config."""
+        """The aggregator, over a backend; `MisuseError` if that is not the rank of the config.
+
+        TypeError if one of your own is no `GradientAggregator`; and what its import raises.
+        """
         if (backend.rank, backend.world_size) != (self.config.rank, self.config.world_size):
             raise MisuseError(
                 f"the config is of rank {self.config.rank} of {self.config.world_size}, and the "
@@ -272,4 +279,7 @@ class DataParallelConfig(_Config, frozen=True):
             )
         if self.compression is not None:
             return CompressedAggregator(backend, self.compression.build())
-        return _AGGREGATORS[self.aggregator](backend)
+        made = (_AGGREGATORS.get(self.aggregator) or resolve_name(self.aggregator))(backend)
+        if not isinstance(made, GradientAggregator):
+            raise TypeError(f"{self.aggregator}(backend) is no GradientAggregator, but {made!r}")
+        return made
