@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from phalanx.core.call import Call, call_site, check_timeout, whole_number
+from phalanx.core.call import WORLD_ID, Call, call_site, check_timeout, whole_number
 from phalanx.core.common import CommonMemory, Own
 from phalanx.core.counters import Counts, Progress
 from phalanx.core.engine import Engine
@@ -84,16 +84,22 @@ class Backend:
     seconds_waiting  the time that calls of this backend have spent blocked, summed; those of groups
                  that were made of it, too
 
+    A world over a transport of your own is made of an `Engine` that has it, as in
+    `examples/own_backend.py`.
+
     Blocking calls block this rank only. After a failure of a collective the group is broken:
     every later call on it raises the first cause at once. Use it in a `with` statement, or call
     `close()`. Any thread may call, but the order of collectives is the order of the calls, and
     has to be the same on every rank.
     """
 
-    topology: tuple[int, ...]
     devices: frozenset[str] = frozenset({"cpu"})  # kinds of device whose tensors it takes
 
-    def __init__(self, engine: Engine, group: Group, *, timeout: float) -> None:
+    def __init__(
+        self, engine: Engine, group: Group | None = None, *, timeout: float = DEFAULT_TIMEOUT
+    ) -> None:
+        if group is None:
+            group = Group(engine, WORLD_ID, tuple(range(engine.world_size)))
         self.engine = engine
         self.group = group
         self.rank = group.rank
@@ -101,6 +107,7 @@ class Backend:
         self.ranks = group.ranks
         self.share(group.shared)
         self.timeout = check_timeout(timeout)
+        self.topology: tuple[int, ...] = (0,) * group.size
         # A collective that a library does whole cannot be compared before it runs.
         self.native = None if engine.strict else engine.native(group)
         self.links = Links(inside=INSIDE_A_HOST, between=BETWEEN_HOSTS)

@@ -15,10 +15,9 @@ from contextlib import suppress
 from typing import ClassVar, Literal
 
 from phalanx.core.backend import DEFAULT_TIMEOUT, Backend
-from phalanx.core.call import WORLD_ID, check_timeout, check_world_size, whole_number
+from phalanx.core.call import check_timeout, check_world_size, whole_number
 from phalanx.core.device import device_kinds
 from phalanx.core.engine import Engine
-from phalanx.core.group import Group
 from phalanx.core.transport import IN_SHARED_MEMORY
 from phalanx.errors import (
     BackendUnavailableError,
@@ -83,10 +82,9 @@ class MeshBackend(Backend):
             each_with_each=self.each_with_each,
             tls=self.security(secret.encode()),
         )
-        super().__init__(engine, Group(engine, WORLD_ID, tuple(range(world_size))), timeout=timeout)
+        super().__init__(engine, timeout=timeout)
         self._transport = transport
         self.devices = device_kinds()
-        self.topology = (0,) * world_size
         self.links = self.links._replace(processors=os.cpu_count() or math.inf)
         if self.sharing == "hosts":
             self.links = self.links._replace(inside=IN_SHARED_MEMORY)

@@ -19,10 +19,9 @@ from torch import UntypedStorage
 from typing_extensions import override
 
 from phalanx.core.backend import DEFAULT_TIMEOUT, Backend
-from phalanx.core.call import WORLD_ID, check_world_size
+from phalanx.core.call import check_world_size
 from phalanx.core.common import zeros
 from phalanx.core.engine import LONGEST_WAIT, Engine
-from phalanx.core.group import Group
 from phalanx.core.posted import GroupBase, PostedSend, Wait, WorkBase
 from phalanx.core.random_state import RandomStates
 from phalanx.core.steps import Place, Source
@@ -75,14 +74,6 @@ class SimulatedTransport(Transport):
         send.complete()
 
     @override
-    def cancel(self, send: PostedSend) -> None:
-        pass
-
-    @override
-    def room(self, peer: int) -> None:
-        pass
-
-    @override
     def control(self, peer: int, group: int, message: Control) -> None:
         receiver = self.switch.engines[peer]
         # A rank that has closed answers no question, but may still be told of failures.
@@ -131,11 +122,6 @@ class SimulatedBackend(Backend):
     returns, whether or not its receiver has come. Messages that nobody has received yet are
     copied.
     """
-
-    def __init__(self, engine: Engine, *, timeout: float = DEFAULT_TIMEOUT) -> None:
-        group = Group(engine, WORLD_ID, tuple(range(engine.world_size)))
-        super().__init__(engine, group, timeout=timeout)
-        self.topology = (0,) * engine.world_size
 
     @classmethod
     def create_group(
