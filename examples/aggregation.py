@@ -22,11 +22,11 @@ TOP_K = CompressionConfig("top_k", {"ratio": 0.1}, error_feedback=True)
 
 def main(kind: str = "all_reduce", *, epochs: int = 3) -> float:
     backend = phalanx.init()
-    rank = DistributedConfig(backend.world_size, backend.rank, "localhost:29500")
+    rank = DistributedConfig(backend.world_size, backend.rank)
     config = (
         DataParallelConfig(rank, "compressed", TOP_K)
         if kind == "top_k"
-        else DataParallelConfig(rank, kind)  # type: ignore[arg-type]  # which it checks
+        else DataParallelConfig(rank, kind)
     )
     aggregator = config.build(backend)
     torch.manual_seed(0)

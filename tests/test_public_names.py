@@ -12,7 +12,7 @@ import pytest
 import phalanx
 from phalanx import _MOVED
 
-MOST = 121
+MOST = 124
 MOVED = [(module, name) for module, names in _MOVED.items() for name in names]
 PACKAGES = [
     "aggregation",
@@ -82,6 +82,22 @@ def test_who_looks_for_a_moved_name_is_told_where_it_is(module: str, name: str) 
     with pytest.raises(ImportError, match=told):
         exec(f"from phalanx import {name}")
     assert not hasattr(phalanx, name)
+
+
+def test_the_default_timeout_has_one_name() -> None:
+    for function in (
+        phalanx.init,
+        phalanx.spawn,
+        phalanx.simulate,
+        phalanx.TcpBackend,
+        phalanx.TorchBackend,
+        phalanx.SimulatedBackend.create_group,
+        importlib.import_module("phalanx.training").DistributedConfig.connect,
+    ):
+        default = inspect.signature(function).parameters["timeout"].default
+        assert default is phalanx.DEFAULT_TIMEOUT
+    (alone,) = phalanx.SimulatedBackend.create_group(1)
+    assert alone.timeout == phalanx.DEFAULT_TIMEOUT
 
 
 def test_a_name_that_never_was_is_missed_as_in_any_module() -> None:

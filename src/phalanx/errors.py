@@ -1,7 +1,8 @@
-"""Every error that Phalanx raises.
+"""Phalanx's own errors: of what goes wrong between ranks, and of what they cannot do.
 
 All derive from `DistributedError`, and each also from the built-in that a Python programmer would
-catch. They carry what is known about the failure as attributes, `None` where it has no meaning:
+catch. An argument that is wrong by itself, such as a tag that is no number, is Python's own
+TypeError or ValueError. Attributes say what is known, `None` where one has no meaning:
 
     rank       the rank that raises, in the numbering of the backend that was called
     peer       the rank that is to blame or was waited for
@@ -63,7 +64,7 @@ __all__ = [
 
 
 class DistributedError(Exception):
-    """What every error of Phalanx is; see the module for its attributes."""
+    """What all of them are; see the module for its attributes."""
 
     def __init__(
         self,
@@ -106,7 +107,10 @@ def _rebuild(
 
 
 class InvalidRankError(DistributedError, ValueError):
-    """A rank that is not one of the group's, as a peer, a root or a member."""
+    """A rank that is not one of the group's, as a peer, a root or a member: it is `peer`.
+
+    `rank` is who raises, as in every error; None where its own number is the one that is not.
+    """
 
 
 class InvalidWorldSizeError(DistributedError, ValueError):

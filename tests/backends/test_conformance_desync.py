@@ -107,6 +107,22 @@ def test_the_error_says_what_this_rank_was_doing_and_whom_it_met(cluster: Cluste
         assert peer == 1 - rank
 
 
+@pytest.mark.parametrize("name", ["all_gather", "gather"])
+def test_the_error_of_a_gather_shows_what_each_rank_gave(cluster: Cluster, name: str) -> None:
+    def gather_and_meet(backend: Backend) -> None:
+        getattr(phalanx, name)(torch.ones(3 + 2 * backend.rank, 2), backend, algorithm="tree")
+        backend.barrier()  # a rank that only sends learns it at its next call
+
+    def disagree(backend: Backend) -> str:
+        with pytest.raises(DesyncError) as info:
+            gather_and_meet(backend)
+        return str(info.value)
+
+    for text in cluster.run(disagree, 2, timeout=PROMPT):
+        assert "float32 [3, 2]" in text
+        assert "float32 [5, 2]" in text
+
+
 @pytest.mark.requires("agreement")
 def test_a_desync_breaks_the_group_for_good(cluster: Cluster) -> None:
     def disagree(backend: Backend) -> None:

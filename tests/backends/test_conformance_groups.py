@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from clusters import Cluster
 
 import phalanx
-from phalanx import Backend, InvalidRankError, InvalidWorldSizeError, SelfSendError, SubBackend
+from phalanx import (
+    Backend,
+    InvalidRankError,
+    InvalidWorldSizeError,
+    SelfSendError,
+    SimulatedBackend,
+    SubBackend,
+    simulate,
+)
 
 
 def test_members_are_sorted_without_repeats_and_numbered_in_order(cluster: Cluster) -> None:
@@ -51,6 +61,22 @@ def test_a_member_that_does_not_exist_is_refused(cluster: Cluster, members: list
         assert phalanx.all_reduce(torch.ones(1), backend.subgroup([0, 1])).item() == 2
 
     cluster.run(make, 2)
+
+
+@pytest.mark.parametrize("members", [3, None])
+def test_members_are_a_list(members: Any) -> None:
+    (backend,) = SimulatedBackend.create_group(1)
+    with pytest.raises(TypeError, match=f"rank 0: members is a list of ranks, not {members}"):
+        backend.subgroup(members)
+
+
+@pytest.mark.parametrize("members", ["01", [0, "1"], [0.0, 1]])
+def test_a_member_is_a_whole_number(members: Any) -> None:
+    def make(backend: Backend) -> None:
+        with pytest.raises(InvalidRankError, match=r"member .* is not one of the 2 ranks 0 to 1"):
+            backend.subgroup(members)
+
+    simulate(make, 2)
 
 
 def test_a_group_of_nobody_is_refused(cluster: Cluster) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,11 @@ import phalanx
 from phalanx import (
     Backend,
     InvalidRankError,
+    MisuseError,
     SelfSendError,
     SimulatedBackend,
     UnsupportedOperationError,
+    simulate,
 )
 
 Call = Callable[[Backend, int], object]  # (backend, peer)
@@ -86,8 +89,9 @@ def test_a_peer_that_does_not_exist_is_refused(cluster: Cluster, call: Call, pee
 def test_a_rank_is_a_whole_number(cluster: Cluster, peer: object) -> None:
     def call(backend: Backend) -> None:
         for each in CALLS.values() if backend.rank == 0 else ():
-            with pytest.raises(InvalidRankError):
+            with pytest.raises(InvalidRankError, match=r"rank 0: peer .* is not one") as info:
                 each(backend, peer)  # type: ignore[arg-type]
+            assert (info.value.rank, info.value.peer) == (0, None)
         still_in_step(backend)
 
     cluster.run(call, 2)
@@ -175,13 +179,53 @@ def test_what_is_no_tensor_and_no_buffer_is_a_type_error(cluster: Cluster) -> No
     def exchange(backend: Backend) -> None:
         other = 1 - backend.rank
         for thing in ("text", 5, None, [1, 2]):
-            with pytest.raises(TypeError):
-                backend.send(thing, other)  # type: ignore[arg-type]
-            with pytest.raises(TypeError):
-                backend.recv(thing, other)  # type: ignore[arg-type]
+            kind = type(thing).__name__
+            with pytest.raises(TypeError, match=f"send takes a tensor, or a buffer .* not {kind}"):
+                backend.send(thing, other)
+            with pytest.raises(TypeError, match=f"recv takes a tensor, or a buffer .* not {kind}"):
+                backend.recv(thing, other)
         still_in_step(backend)
 
     cluster.run(exchange, 2)
+
+
+def test_a_tensor_that_is_not_dense_or_cannot_hold_a_message_is_refused_before_it_comes(
+    cluster: Cluster,
+) -> None:
+    def exchange(backend: Backend) -> None:
+        other = 1 - backend.rank
+        for call in (
+            lambda: backend.send(torch.eye(3).to_sparse(), other),
+            lambda: backend.recv(torch.eye(3).to_sparse(), other),
+        ):
+            with pytest.raises(UnsupportedOperationError, match=r"moves dense .*\.to_dense\(\)"):
+                call()
+        with pytest.raises(MisuseError, match="several elements in one place"):
+            backend.recv(torch.zeros(1).expand(3), other)
+        still_in_step(backend)
+
+    cluster.run(exchange, 2)
+
+
+@pytest.mark.parametrize("tag", [1.0, "1", None])
+def test_a_tag_is_a_whole_number(tag: Any) -> None:
+    def refuse(backend: Backend) -> None:
+        with pytest.raises(TypeError, match="tag is a whole number"):
+            backend.send(b"x", 1 - backend.rank, tag=tag)
+        still_in_step(backend)
+
+    simulate(refuse, 2)
+
+
+@pytest.mark.parametrize("call", WAITING.values(), ids=WAITING.keys())
+def test_a_timeout_is_a_number(call: Callable[[Backend, Any], object]) -> None:
+    def refuse(backend: Backend) -> None:
+        if backend.rank == 0:
+            with pytest.raises(TypeError, match="timeout is a number of seconds, not '5'"):
+                call(backend, "5")
+        still_in_step(backend)
+
+    simulate(refuse, 2)
 
 
 def test_a_tensor_on_another_device_is_refused(cluster: Cluster) -> None:

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -242,8 +243,22 @@ def test_a_world_of_nobody_is_refused(size: int) -> None:
 
 @pytest.mark.parametrize("rank", [-1, 2, 99])
 def test_a_rank_outside_the_world_is_refused(rank: int) -> None:
-    with pytest.raises(InvalidRankError, match="not one of the 2 ranks 0 to 1"):
+    with pytest.raises(InvalidRankError, match="not one of the 2 ranks 0 to 1") as info:
         TcpBackend(rank, 2, "127.0.0.1:1")
+    assert (info.value.rank, info.value.peer) == (None, rank)
+
+
+@pytest.mark.parametrize("number", ["1", 1.0, None])
+def test_a_rank_and_a_world_size_are_whole_numbers(number: Any) -> None:
+    with pytest.raises(TypeError, match=r"^rank is a whole number, not "):
+        TcpBackend(number, 2, "127.0.0.1:1")
+    for call in (
+        lambda: TcpBackend(0, number, "127.0.0.1:1"),
+        lambda: phalanx.SimulatedBackend.create_group(number),
+        lambda: phalanx.spawn(print, number),
+    ):
+        with pytest.raises(TypeError, match=r"^world_size is a whole number, not "):
+            call()
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan")])

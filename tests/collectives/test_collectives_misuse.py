@@ -67,6 +67,47 @@ def test_so_is_one_that_another_collective_has(call: Call, listed: str) -> None:
     refused_on_rank_0_only(call, UnsupportedOperationError, f"rank 0: .*it has .*{listed}")
 
 
+NOT_A_BACKEND: dict[str, Callable[[Any], object]] = {
+    "all_reduce": lambda b: phalanx.all_reduce(ONES, b),
+    "broadcast": lambda b: phalanx.broadcast(ONES, b),
+    "broadcast_": lambda b: phalanx.broadcast_(ONES, b),
+    "gather": lambda b: phalanx.gather(ONES, b),
+    "reduce": lambda b: phalanx.reduce(ONES, b),
+    "reduce_": lambda b: phalanx.reduce_(ONES, b),
+    "all_to_all": lambda b: phalanx.all_to_all(ONES, b),
+    "all_reduce_coalesced": lambda b: phalanx.all_reduce_coalesced([ONES], b),
+}
+
+
+@pytest.mark.parametrize("name", NOT_A_BACKEND)
+def test_what_is_no_backend_is_said_to_be_none(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name} takes a tensor, then a backend, not .* and str"):
+        NOT_A_BACKEND[name]("gloo")
+
+
+WRONG_TYPES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "a list": (lambda b: phalanx.all_reduce_([1, 2], b), "all_reduce_ takes a tensor, not list"),  # type: ignore[arg-type]
+    "into": (lambda b: phalanx.all_reduce(ONES, b, into=[1]), "into= takes a tensor, not list"),  # type: ignore[arg-type]
+    "no list": (lambda b: phalanx.all_reduce_coalesced(3, b), "takes a list of tensors, not int"),  # type: ignore[arg-type]
+    "one tensor": (lambda b: phalanx.all_reduce_coalesced(ONES, b), "of tensors, not one tensor"),
+}
+
+
+@pytest.mark.parametrize(("call", "words"), WRONG_TYPES.values(), ids=WRONG_TYPES.keys())
+def test_an_argument_of_a_wrong_type_is_named(call: Call, words: str) -> None:
+    refused_on_rank_0_only(call, TypeError, f"rank 0: .*{words}")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("cut", [phalanx.reduce_scatter, phalanx.scatter, phalanx.all_to_all])
+def test_a_tensor_of_no_dimensions_is_cut_in_no_world(cut: Callable[..., Any], size: int) -> None:
+    def run(backend: Backend) -> None:
+        with pytest.raises(SizeMismatchError, match=rf"{size} slices.*shape \[\]; it has no dim 0"):
+            cut(torch.tensor(1.0), backend)
+
+    simulate(run, size)
+
+
 @pytest.mark.parametrize("algorithm", ["ring", "tree", "halving_doubling", "star"])
 def test_only_direct_is_reproducible(algorithm: str) -> None:
     refused_on_rank_0_only(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 from hypothesis import given
@@ -43,14 +45,24 @@ def test_a_tensor_of_no_dimensions_gives_itself(n: int):
     assert gather_shards(shard_tensor(t, n)) == t
 
 
-def test_shards_are_views_and_the_joined_tensor_is_a_new_one():
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_shard_owns_its_rows_alone_in_memory_and_in_a_file(n: int):
+    t = torch.zeros(1000, 2)
+    shards = shard_tensor(t, n)
+    shards[-1].fill_(1)
+    assert t.sum() == 0
+    for shard in shards:
+        assert shard.untyped_storage().nbytes() == shard.nbytes
+    file = io.BytesIO()
+    torch.save(shards[0], file)
+    assert len(file.getvalue()) < shards[0].nbytes + 2000
+
+
+def test_the_joined_tensor_is_a_new_one():
     t = torch.zeros(5, 2)
-    shards = shard_tensor(t, 2)
-    joined = gather_shards(shards)
-    shards[1].fill_(1)
-    assert t.sum() == 4
-    assert joined.sum() == 0
     assert gather_shards([t]).data_ptr() != t.data_ptr()
+    alone = torch.tensor(3.0)
+    assert shard_tensor(alone, 1)[0].data_ptr() != alone.data_ptr()
 
 
 def test_gradients_go_through_cutting_and_joining():
@@ -63,6 +75,13 @@ def test_gradients_go_through_cutting_and_joining():
 def test_no_shards_or_more_than_there_are_rows_is_refused(n: int):
     with pytest.raises(ValueError, match=f"into {n} shards"):
         shard_tensor(torch.ones(3, 5), n)
+
+
+def test_what_is_no_tensor_or_no_number_of_shards_is_a_type_error():
+    with pytest.raises(TypeError, match="shard_tensor cuts a tensor, not list"):
+        shard_tensor([1, 2], 2)
+    with pytest.raises(TypeError, match=r"n is a whole number, not 1\.5"):
+        shard_tensor(torch.ones(3), 1.5)
 
 
 def test_an_empty_tensor_cannot_be_cut():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from phalanx import (
     Backend,
     BackendUnavailableError,
     CompressedAggregator,
+    GradientAggregator,
     InvalidRankError,
     InvalidWorldSizeError,
     LocalAggregator,
@@ -44,6 +46,7 @@ ALL = [
     DataParallelConfig(CONFIG),
     DataParallelConfig(CONFIG, "parameter_server"),
     DataParallelConfig(DistributedConfig(1, 0, "[fd00::1]:29500"), "local"),
+    DataParallelConfig(DistributedConfig(3, 2)),
     *(
         DataParallelConfig(CONFIG, "compressed", compression)
         for compression in COMPRESSIONS.values()
@@ -119,7 +122,7 @@ def test_an_address_that_is_none_is_refused(address: str):
     [
         ('{"world_size": 2, "rank": 5, "coordinator_addr": "a:1"}', "rank 5 is not one of 2"),
         ('{"world_size": "2", "rank": 0, "coordinator_addr": "a:1"}', "world_size"),
-        ('{"world_size": 2, "rank": 0}', "coordinator_addr"),
+        ('{"world_size": 2, "coordinator_addr": "a:1"}', "rank"),
         ('{"world_size": 2, "rank": 0, "coordinator_addr": "a:1", "port": 3}', "port"),
         ("{", "JSON"),
     ],
@@ -247,7 +250,7 @@ def test_a_config_builds_its_aggregator_over_its_rank_s_backend():
     }
 
     def run(backend: Backend) -> None:
-        config = DistributedConfig(backend.world_size, backend.rank, "a:1")
+        config = DistributedConfig(backend.world_size, backend.rank)
         for name, kind in kinds.items():
             compression = (
                 COMPRESSIONS["ErrorFeedback(TopK(0.01))"] if name == "compressed" else None
@@ -259,9 +262,40 @@ def test_a_config_builds_its_aggregator_over_its_rank_s_backend():
             DataParallelConfig(CONFIG).build(backend)
 
     simulate(run, 2)
-    alone = DataParallelConfig(DistributedConfig(1, 0, "a:1"), "local")
-    simulate(lambda b: type(alone.build(b)), 1)
+    alone = DataParallelConfig(DistributedConfig(1, 0), "local")
     assert list(simulate(lambda b: type(alone.build(b)), 1)) == [LocalAggregator]
+
+
+class OfOnesOwn(GradientAggregator):
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+    def aggregate(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [self.backend.rank * gradient for gradient in gradients]
+
+
+def test_an_aggregator_of_one_s_own_is_named_by_its_module():
+    def run(backend: Backend) -> None:
+        ranks = DistributedConfig(2, backend.rank)
+        config = DataParallelConfig(ranks, f"{__name__}:OfOnesOwn")
+        assert DataParallelConfig.from_json(config.to_json()) == config
+        assert DataParallelConfig.from_environment(config.to_environment()) == config
+        (found,) = config.build(backend).aggregate([torch.ones(1)])
+        assert found.item() == backend.rank
+        for name, error, words in (
+            (f"{__name__}:Nothing", AttributeError, "has no attribute 'Nothing'"),
+            ("no_such_module:Name", ImportError, "No module named 'no_such_module'"),
+            (f"{__name__}:Backend.__repr__", TypeError, "is no GradientAggregator"),
+        ):
+            with pytest.raises(error, match=words):
+                DataParallelConfig(ranks, name).build(backend)
+
+    simulate(run, 2)
+
+
+def test_only_connecting_needs_an_address():
+    with pytest.raises(ValueError, match="connect needs coordinator_addr"):
+        DistributedConfig(1, 0).connect()
 
 
 def test_a_config_connects_its_rank():

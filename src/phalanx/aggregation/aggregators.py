@@ -47,16 +47,18 @@ class GradientAggregator(ABC):
 
         gradients   any number, shapes and dtypes, alike on every rank in one order; not changed
 
-        Blocks until this rank has them, of the same shapes and dtypes: the same bits on every rank.
+        Blocks until this rank has them: new tensors of the same shapes and dtypes, the same bits on
+        every rank.
         """
 
 
 class LocalAggregator(GradientAggregator):
-    """Of one rank: the average is the gradient. Tensors are given back as they are, not copied."""
+    """Of one rank: the average is the gradient."""
 
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients themselves, in a new list."""
-        return listed_tensors(gradients, "LocalAggregator.aggregate")
+        """Copies of the gradients, as every aggregator gives new tensors."""
+        listed = listed_tensors(gradients, "LocalAggregator.aggregate")
+        return [gradient.detach().clone() for gradient in listed]
 
 
 def checked(gradients: Iterable[Tensor], who: str, backend: Backend) -> list[Tensor]:

@@ -32,6 +32,8 @@ from phalanx.collectives.objects import (
     async_all_gather_object,
     async_broadcast_object,
     broadcast_object,
+    recv_object,
+    send_object,
 )
 from phalanx.collectives.reductions import (
     all_reduce,
@@ -89,11 +91,13 @@ __all__ = [
     "irecv",
     "isend",
     "recv",
+    "recv_object",
     "reduce",
     "reduce_",
     "reduce_scatter",
     "scatter",
     "send",
+    "send_object",
     "sendrecv",
     "wait_any",
 ]

@@ -57,8 +57,8 @@ def broadcast(
     `InvalidRankError` for a root that does not exist, `CollectiveTimeoutError`, `PeerLostError`,
     `DesyncError`.
     """
-    root = backend.check_rank(root, "root")
     check_tensor(tensor, backend, "broadcast")
+    root = backend.check_rank(root, "root")
     shape, dtype = tensor.shape, tensor.dtype
     out, result = out_for(shape, dtype, backend, into, "broadcast", device=tensor.device)
     source = given(tensor, out, place=0) if backend.rank == root else None
@@ -79,8 +79,8 @@ def broadcast_(
     timeout: float | None = None,
 ) -> Request[Tensor]:
     """`broadcast` in place: `tensor` is overwritten on all ranks but the root, and returned."""
-    root = backend.check_rank(root, "root")
     check_tensor(tensor, backend, "broadcast_")
+    root = backend.check_rank(root, "root")
     out, result = work_in_place(tensor)
     source = out if backend.rank == root else None
     options = (algorithm, False, label, timeout)
@@ -149,8 +149,8 @@ def gather(
     `InvalidRankError` for a root that does not exist, `SizeMismatchError` if `into` does not fit,
     `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
     """
-    root = backend.check_rank(root, "root")
     check_tensor(tensor, backend, "gather")
+    root = backend.check_rank(root, "root")
     rows = tensor.shape[0] if tensor.dim() else 1
     shape, dtype = (backend.world_size * rows, *tensor.shape[1:]), tensor.dtype
     source, out = plain(tensor), None

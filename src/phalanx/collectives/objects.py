@@ -1,12 +1,17 @@
-"""Collectives of objects: first the lengths of their bytes, then the bytes.
+"""Collectives and messages of objects: first the lengths of their bytes, then the bytes.
 
-Both are one operation with one number, so that objects may be under way beside other collectives.
-What comes second is known only when the first has come: between the two, the program makes room.
+Of a collective both are one operation with one number, so that objects may be under way beside
+other collectives. What comes second is known only when the first has come: between the two, the
+program makes room.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
 from operator import itemgetter
 from typing import TypeVar, cast
 
@@ -19,7 +24,12 @@ from phalanx.collectives.schedules import ROOTED, for_root, row_for
 from phalanx.collectives.tuning import tuning_of
 from phalanx.core.backend import Backend
 from phalanx.core.steps import Round
-from phalanx.errors import MalformedObjectError, UnsupportedObjectError, UnsupportedOperationError
+from phalanx.errors import (
+    MalformedObjectError,
+    PeerLostError,
+    UnsupportedObjectError,
+    UnsupportedOperationError,
+)
 from phalanx.wire.codec import decode, encode
 from phalanx.wire.memory import tensor_bytes
 
@@ -79,7 +89,8 @@ def _exchange(
         yield from rounds(WORK, [LENGTH] * len(owners))
         announced = lengths.tolist()
         places.extend(ranges_of(announced))
-        buffers.append(tensor_bytes(_room(announced, owners, name, backend)))
+        room = _room(announced, owners, name, backend.finished, backend)  # of which this is next
+        buffers.append(tensor_bytes(room))
         if mine is not None:
             buffers[CONTENT][slice(*places[owners.index(rank)])] = mine
         yield from rounds(CONTENT, announced)
@@ -100,7 +111,9 @@ def _exchange(
     return ProgramRequest(backend, name, program(), memory, objects, signature, timeout)
 
 
-def _room(announced: list[int], owners: list[int], name: str, backend: Backend) -> torch.Tensor:
+def _room(
+    announced: list[int], owners: list[int], name: str, sequence: int, backend: Backend
+) -> torch.Tensor:
     """Memory for objects of these lengths, as told by their owners."""
     lies = [length for length in announced if not 0 < length <= MOST]
     if lies:
@@ -110,8 +123,7 @@ def _room(announced: list[int], owners: list[int], name: str, backend: Backend) 
             return torch.empty(sum(announced), dtype=torch.uint8)
         except RuntimeError:
             blamed, problem = max(announced), f"there is no memory for {sum(announced):,} in all"
-    rank, sequence = backend.rank, backend.finished  # of which this is the next
-    peer = owners[announced.index(blamed)]
+    rank, peer = backend.rank, owners[announced.index(blamed)]
     raise MalformedObjectError(
         f"rank {rank}: {name} #{sequence}: rank {peer} announced an object of {blamed:,} bytes: "
         f"{problem}",
@@ -188,3 +200,66 @@ def broadcast_object(
 
 async_all_gather_object = asynchronous(all_gather_object)
 async_broadcast_object = asynchronous(broadcast_object)
+
+
+# ------------------------------------------------------------------------------
+# Messages: a head has the length of the object, and the stream in which its bytes come, which no
+# other object has: receivers of one tag cannot take each other's.
+
+HEADS = 1 << 31  # the stream of heads
+HEAD = struct.Struct("<QQ")
+
+
+def send_object(
+    obj: object, dst: int, backend: Backend, *, tag: int = 0, timeout: float | None = None
+) -> None:
+    """Send an object to rank `dst`, which need not know its length, nor what it is.
+
+    obj      what `all_gather_object` takes: plain data, bytes and tensors; nothing is pickled
+    tag      objects with one tag from one rank arrive in order; they never mix with `send`'s
+    timeout  seconds that this rank waits at most; by default the backend's
+
+    Blocks until the bytes have left, as `send` does. Moves 16 bytes, and the object's. Raises
+    `InvalidRankError` and `SelfSendError`; `UnsupportedObjectError`, which names the part that
+    cannot be sent; `PeerLostError` and `CollectiveTimeoutError`. An object that cannot be sent, or
+    is given up in the middle, breaks the group, as the other side waits for it.
+    """
+    dst, content = backend.check_peer(dst), _encoded(obj, backend, "send_object")
+    numbers = cast("Iterator[int]", backend.kept.setdefault("objects sent", count(2)))
+    stream = HEADS * next(numbers)
+    send = partial(backend.isend, dst=dst, tag=tag, timeout=timeout, background=False)
+    send(HEAD.pack(stream, len(content)), stream=HEADS).wait()
+    with _to_the_end(backend):
+        send(content, stream=stream).wait()
+
+
+def recv_object(
+    src: int | None, backend: Backend, *, tag: int = 0, timeout: float | None = None
+) -> object:
+    """Receive the next object that rank `src`, or with None any rank, sends by `send_object`.
+
+    timeout  seconds until it begins to come, at most; by default the backend's, which its rest has
+
+    Blocks until it is here, and returns it: a new one, of the types that were sent. If none has
+    begun to come, a `CollectiveTimeoutError` breaks nothing: call again. Else as `send_object`;
+    also raises `MalformedObjectError` for bytes that are no object.
+    """
+    head, receive = bytearray(HEAD.size), partial(backend.irecv, tag=tag, background=False)
+    first = receive(head, src, timeout=timeout, stream=HEADS)
+    sender, (stream, length) = first.wait(), HEAD.unpack(head)
+    with _to_the_end(backend):
+        room = _room([length], [sender], "recv_object", first.sequence, backend)
+        receive(room, sender, stream=stream).wait()
+    return _decoded(tensor_bytes(room), "recv_object", sender, backend)
+
+
+@contextmanager
+def _to_the_end(backend: Backend) -> Iterator[None]:
+    """What has to come to its end, or the other side would wait for it: else the group fails."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, PeerLostError):
+            what = f"rank {backend.rank} gave up in the middle of an object: {error!r}"
+            backend.fail(PeerLostError(what, rank=backend.rank))
+        raise

@@ -93,7 +93,7 @@ def make_plan(key: Key, rank: int, size: int) -> Plan:
                 program += binder.finish(row.owned((rank - key.root) % size, size))
         if row.spread is not None:
             program += binder.bind(for_root(key.collective, row.spread, key.root)(rank, size))
-    signature = _signature(key)
+    signature = _signature(key, size)
     return Plan(
         key,
         tuple(program),
@@ -144,8 +144,11 @@ def _layout(key: Key, row: Algorithm, rank: int, size: int) -> Layout:
     return cut(chunk_ranges(elements, row.chunks(size)))
 
 
-def _signature(key: Key) -> str:
-    what = f"{str(key.dtype).removeprefix('torch.')} {list(key.shape)}"
+def _signature(key: Key, size: int) -> str:
+    given = list(key.shape)
+    if key.collective in ("all_gather", "gather"):  # of which the shape is that of the result
+        given[0] //= size
+    what = f"{str(key.dtype).removeprefix('torch.')} {given}"
     op = f", {key.op.value}" if key.op is not None else ""
     root = f", root {key.root}" if key.collective in ROOTED else ""
     tuning = f", tuning {key.tuning}" if key.tuning else ""

@@ -18,7 +18,6 @@ from phalanx.collectives.request import (
     ProgramRequest,
     Request,
     asynchronous,
-    check_distinct,
     check_slices,
     check_tensor,
     collective,
@@ -32,7 +31,7 @@ from phalanx.collectives.resolve import Options, TensorRequest, checked_algorith
 from phalanx.core.backend import Backend
 from phalanx.core.reduce_op import ReduceOp, reduction_for
 from phalanx.core.work import Work
-from phalanx.wire.memory import copy_bits, plain
+from phalanx.wire.memory import check_distinct, copy_bits, plain
 
 
 @collective
@@ -90,17 +89,9 @@ def all_reduce_(
     check_tensor(tensor, backend, "all_reduce_")
     out, result = work_in_place(tensor)
     options = (algorithm, reproducible, label, timeout)
+    shape, parts = tensor.shape, tuple(own)
     return TensorRequest(
-        backend,
-        "all_reduce",
-        tensor.shape,
-        tensor.dtype,
-        out,
-        out,
-        result,
-        options,
-        op,
-        own=tuple(own),
+        backend, "all_reduce", shape, tensor.dtype, out, out, result, options, op, own=parts
     )
 
 
@@ -135,8 +126,8 @@ def reduce(
     does not exist, `UnsupportedOperationError` if the reduction has no meaning for the dtype;
     `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
     """
-    root = backend.check_rank(root, "root")
     check_tensor(tensor, backend, "reduce")
+    root = backend.check_rank(root, "root")
     shape, dtype, device = tensor.shape, tensor.dtype, tensor.device
     source, out = plain(tensor), None
     result: Callable[[], Tensor | None] = nothing
@@ -160,8 +151,8 @@ def reduce_(
     timeout: float | None = None,
 ) -> Request[Tensor]:
     """`reduce` in place: the root's `tensor` is overwritten, the others' is not; it is returned."""
-    root = backend.check_rank(root, "root")
     check_tensor(tensor, backend, "reduce_")
+    root = backend.check_rank(root, "root")
     if backend.rank == root:
         source, result = work_in_place(tensor)
         out = source
@@ -190,7 +181,8 @@ def reduce_scatter(
     """Slice `rank` of the reduction of every rank's `tensor`.
 
     tensor      of the same shape and dtype on every rank; not changed. Its dim 0 has to be
-                divisible by the world size: `[p * n, ...]` gives `[n, ...]`
+                divisible by the world size: `[p * n, ...]` gives `[n, ...]`. A tensor of no
+                dimensions has none, and is refused in a world of 1 as in any
     algorithm   `auto`, or `ring`, `direct`, `tree`, `halving_doubling`, `star`, `two_level`
     reproducible  sum in rank order, whatever the backend and the size (it selects `direct`)
     into        where to put the result, of that shape and the same dtype; else a new tensor
@@ -210,19 +202,11 @@ def reduce_scatter(
     shape = check_slices(whole, backend, "reduce_scatter")
     out, result = out_for(shape, dtype, backend, into, "reduce_scatter", device=tensor.device)
     options = (algorithm, reproducible, label, timeout)
-    return TensorRequest(
-        backend,
-        "reduce_scatter",
-        whole,
-        dtype,
-        given(tensor, out),
-        out,
-        result,
-        options,
-        op,
-        consume=consume,
-        own=tuple(own),
+    request = TensorRequest(
+        backend, "reduce_scatter", whole, dtype, given(tensor, out), out, result, options, op
     )
+    request.consume, request.own = consume, tuple(own)
+    return request
 
 
 async_all_reduce = asynchronous(all_reduce)
@@ -343,8 +327,9 @@ def _new(tensor: Tensor, reduced: Tensor) -> Tensor:
 
 
 def _listed(tensors: Iterable[Tensor], backend: Backend) -> list[Tensor]:
-    if isinstance(tensors, Tensor):  # whose rows would be taken for tensors
-        raise TypeError(f"rank {backend.rank}: {COALESCED} takes a list of tensors, not one tensor")
+    if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
+        what = "one tensor" if isinstance(tensors, Tensor) else type(tensors).__name__
+        raise TypeError(f"rank {backend.rank}: {COALESCED} takes a list of tensors, not {what}")
     listed = list(tensors)
     for tensor in listed:
         check_tensor(tensor, backend, COALESCED)

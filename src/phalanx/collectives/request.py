@@ -28,8 +28,14 @@ from xxhash import xxh3_64_intdigest
 from phalanx.core.backend import Backend
 from phalanx.core.steps import Program
 from phalanx.core.work import Work
-from phalanx.errors import MisuseError, SizeMismatchError, UnsupportedOperationError
-from phalanx.wire.memory import copy_bits, is_plain, outside_inference_mode, plain
+from phalanx.errors import SizeMismatchError
+from phalanx.wire.memory import (
+    check_distinct,
+    copy_bits,
+    is_plain,
+    outside_inference_mode,
+    plain,
+)
 
 PendingCollective = Work  # its public name
 
@@ -67,15 +73,10 @@ class ProgramRequest(Request[T]):
 
     @override
     def issue(self, *, background: bool = True) -> Work[T]:
+        fingerprint = xxh3_64_intdigest(f"{self.name} {self.signature}".encode())
+        arguments = self.buffers, None, self.signature, fingerprint, self.timeout
         return self.backend.issue(
-            self.name,
-            self.program,
-            self.buffers,
-            result=self.result,
-            signature=self.signature,
-            fingerprint=xxh3_64_intdigest(f"{self.name} {self.signature}".encode()),
-            timeout=self.timeout,
-            background=background,
+            self.name, self.program, *arguments, result=self.result, background=background
         )
 
 
@@ -124,29 +125,11 @@ def _annotate(form: Callable[..., object], define: Callable[..., object], result
 # Checks of a collective's tensors, before anything is sent.
 
 
-NO_DISPATCH = Tensor.__torch_dispatch__  # of classes of tensors that have memory of their own
-
-
 def check_tensor(tensor: Tensor, backend: Backend, op: str) -> None:
     """Raise unless `tensor` is one that can be moved: dense, and where the backend takes it."""
-    if not isinstance(tensor, Tensor):
+    if not isinstance(tensor, Tensor) or not isinstance(backend, Backend):
         raise _no_tensor(tensor, backend, op)
-    problem = None
-    if not tensor.is_cpu and tensor.device.type not in backend.devices:
-        problem = f"one on {tensor.device}; move it with .cpu(), or use a backend for that device"
-    elif tensor.layout is not torch.strided or tensor.is_nested:
-        problem = f"a {tensor.layout} one; convert it with .to_dense()"
-    elif tensor.is_quantized:
-        problem = "a quantized one; send its .int_repr(), and its scale"
-    elif type(tensor) is not Tensor and type(tensor).__torch_dispatch__ is not NO_DISPATCH:
-        problem = f"one of class {type(tensor).__name__}, without memory; use .to_local()"
-    if problem is not None:
-        places = " and ".join(sorted(device.upper() for device in backend.devices))
-        raise UnsupportedOperationError(
-            f"rank {backend.rank}: {op} moves dense {places} tensors and was given {problem}",
-            rank=backend.rank,
-            op=op,
-        )
+    backend.check_movable(tensor, op)
 
 
 def _no_tensor(tensor: object, backend: object, op: str) -> TypeError:
@@ -156,17 +139,6 @@ def _no_tensor(tensor: object, backend: object, op: str) -> TypeError:
     return TypeError(
         f"{op} takes a tensor, then a backend, not {name} and {type(backend).__name__}"
     )
-
-
-def check_distinct(tensor: Tensor) -> None:
-    """Raise `MisuseError` if several elements lie in one place, as in what `expand` gives."""
-    if not tensor.is_contiguous() and any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    ):
-        raise MisuseError(
-            f"a tensor of shape {list(tensor.shape)} has several elements in one place (strides "
-            f"{list(tensor.stride())}), which cannot hold several results; use .contiguous()"
-        )
 
 
 def check_into(
@@ -179,6 +151,8 @@ def check_into(
     device: torch.device,
 ) -> None:
     """Raise `SizeMismatchError` unless `into` can hold the result, on that device."""
+    if not isinstance(into, Tensor):
+        raise _no_tensor(into, backend, f"{op}: into=")
     check_tensor(into, backend, op)
     check_distinct(into)
     if into.shape != shape or into.dtype != dtype or into.device != device:
@@ -197,9 +171,10 @@ def check_slices(shape: tuple[int, ...], backend: Backend, op: str) -> tuple[int
     """The shape of one of p slices of dim 0; `SizeMismatchError` if that does not divide."""
     size = backend.world_size
     if not shape or shape[0] % size:
+        advice = f"pad dim 0 to a multiple of {size}" if shape else "it has no dim 0"
         raise SizeMismatchError(
             f"rank {backend.rank}: {op} cuts dim 0 into {size} slices, one for each rank, and "
-            f"cannot cut a tensor of shape {list(shape)}; pad dim 0 to a multiple of {size}",
+            f"cannot cut a tensor of shape {list(shape)}; {advice}",
             rank=backend.rank,
             op=op,
         )

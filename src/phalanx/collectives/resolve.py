@@ -103,18 +103,8 @@ class TensorRequest(Request[T]):
 
     @override
     def issue(self, *, background: bool = True) -> Work[T]:
-        (name, steps, buffers, combine, signature, fingerprint, timeout), result = self._bind()
-        return self.backend.issue(
-            name,
-            steps,
-            buffers,
-            combine=combine,
-            result=result,
-            signature=signature,
-            fingerprint=fingerprint,
-            timeout=timeout,
-            background=background,
-        )
+        arguments, result = self._bind()
+        return self.backend.issue(*arguments, result=result, background=background)
 
     def _bind(self) -> tuple[Arguments, Callable[[], T]]:
         """What the backend is asked to do, and what gives the result afterwards."""

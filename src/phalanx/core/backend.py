@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from phalanx.core.call import Call, call_site, check_timeout
+from phalanx.core.call import WORLD_ID, Call, call_site, check_timeout, whole_number
 from phalanx.core.common import CommonMemory, Own
 from phalanx.core.counters import Counts, Progress
 from phalanx.core.engine import Engine
@@ -44,15 +44,25 @@ from phalanx.errors import (
     PeerLostError,
     SelfSendError,
     UnsupportedObjectError,
+    UnsupportedOperationError,
 )
 from phalanx.wire.frame import Channel, Kind
-from phalanx.wire.memory import Buffer, copy_bits, readable_bytes, tensor_bytes, writable_bytes
+from phalanx.wire.memory import (
+    Buffer,
+    check_distinct,
+    copy_bits,
+    readable_bytes,
+    tensor_bytes,
+    why_not_movable,
+    writable_bytes,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
 DEFAULT_TIMEOUT = 60.0
+"""Seconds that a call waits at most, where neither it nor its backend was told otherwise."""
 MAX_TAG = 2**31 - 1
 PATIENCE = 0.05  # seconds that a work is left to its waiter, where no processor is spare
 
@@ -75,16 +85,22 @@ class Backend:
     seconds_waiting  the time that calls of this backend have spent blocked, summed; those of groups
                  that were made of it, too
 
+    A world over a transport of your own is made of an `Engine` that has it, as in
+    `examples/own_backend.py`.
+
     Blocking calls block this rank only. After a failure of a collective the group is broken:
     every later call on it raises the first cause at once. Use it in a `with` statement, or call
     `close()`. Any thread may call, but the order of collectives is the order of the calls, and
     has to be the same on every rank.
     """
 
-    topology: tuple[int, ...]
     devices: frozenset[str] = frozenset({"cpu"})  # kinds of device whose tensors it takes
 
-    def __init__(self, engine: Engine, group: Group, *, timeout: float) -> None:
+    def __init__(
+        self, engine: Engine, group: Group | None = None, *, timeout: float = DEFAULT_TIMEOUT
+    ) -> None:
+        if group is None:
+            group = Group(engine, WORLD_ID, tuple(range(engine.world_size)))
         self.engine = engine
         self.group = group
         self.rank = group.rank
@@ -92,6 +108,7 @@ class Backend:
         self.ranks = group.ranks
         self.share(group.shared)
         self.timeout = check_timeout(timeout)
+        self.topology: tuple[int, ...] = (0,) * group.size
         # A collective that a library does whole cannot be compared before it runs.
         self.native = None if engine.strict else engine.native(group)
         self.links = Links(inside=INSIDE_A_HOST, between=BETWEEN_HOSTS)
@@ -230,15 +247,19 @@ class Backend:
         tag: int = 0,
         timeout: float | None = None,
         background: bool = True,
+        stream: int = 0,
     ) -> Work[None]:
         """`send` that returns at once; the memory may be used again when the work is done.
 
-        With `background` it moves on while nobody waits for it.
+        With `background` it moves on while nobody waits for it. Messages of different streams,
+        which are multiples of 2^31, never mix.
         """
         dst = self.check_peer(dst)
         view = self._readable(data, "send")
         round_ = Round(sends=(SendBytes(dst, 0, len(view)),))
-        return self._message("send", dst, tag, round_, (view,), timeout, background=background)
+        return self._message(
+            "send", dst, tag, round_, (view,), timeout, stream, background=background
+        )
 
     def irecv(
         self,
@@ -248,6 +269,7 @@ class Backend:
         tag: int = 0,
         timeout: float | None = None,
         background: bool = True,
+        stream: int = 0,
     ) -> Work[int]:
         """`recv` that returns at once; `wait()` gives the sender, and `into` is filled then.
 
@@ -263,7 +285,7 @@ class Backend:
             )
         view, stand_in = self._writable(into, "recv")
         peer = ANY if src is None else src
-        round_ = Round(receives=(ReceiveBytes(peer, 0, len(view)),))
+        step = Round(receives=(ReceiveBytes(peer, 0, len(view)),))
 
         def sender() -> int:
             if stand_in is not None:
@@ -271,26 +293,38 @@ class Backend:
             return self.group.to_local[work.sender]
 
         work: Work[int] = self._message(
-            "recv", peer, tag, round_, (view,), timeout, background=background, result=sender
+            "recv", peer, tag, step, (view,), timeout, stream, background=background, result=sender
         )
         return work
 
     def _readable(self, data: Tensor | Buffer, op: str) -> memoryview:
         """The bytes to send; of a tensor on a device, a copy, for which this thread waits."""
-        if self._is_on_device(data):
+        if self._is_on_device(data, op):
             data = self.engine.copies_of(data.device, op).to_host(data)
         return readable_bytes(data)
 
     def _writable(self, into: Tensor | Buffer, op: str) -> tuple[memoryview, Tensor | None]:
         """Where to receive, and what is to be copied from there to `into` in the end."""
-        if self._is_on_device(into):
+        if self._is_on_device(into, op):
             stand_in = self.engine.copies_of(into.device, op).room_for(into)
             return tensor_bytes(stand_in), stand_in
+        if isinstance(into, Tensor):
+            check_distinct(into)
         return writable_bytes(into)
 
-    def _is_on_device(self, data: Tensor | Buffer) -> bool:
-        """Whether it is a tensor on a device from which this backend takes tensors."""
-        return isinstance(data, Tensor) and not data.is_cpu and data.device.type in self.devices
+    def _is_on_device(self, data: Tensor | Buffer, op: str) -> bool:
+        """Whether it is a tensor on a device. Raises for what is no tensor or buffer to move."""
+        if isinstance(data, Tensor):
+            self.check_movable(data, op)
+            return not data.is_cpu
+        try:
+            memoryview(data)
+        except TypeError:
+            raise TypeError(
+                f"rank {self.rank}: {op} takes a tensor, or a buffer such as bytes, not "
+                f"{type(data).__name__}"
+            ) from None
+        return False
 
     def _message(
         self,
@@ -300,21 +334,24 @@ class Backend:
         round_: Round,
         buffers: tuple[memoryview, ...],
         timeout: float | None,
+        stream: int = 0,
         *,
         background: bool = False,
         result: Callable[[], T] | None = None,
     ) -> Work[T]:
+        tag = whole_number(tag, "tag")
         if not 0 <= tag <= MAX_TAG:
             raise ValueError(f"tag must be between 0 and {MAX_TAG}, not {tag}")
         signature = [f"tag {tag}"] if tag else []
         signature += ["from any rank"] if peer == ANY else []
+        signature += ["an object"] if stream else []
         group, engine = self.group, self.engine
         seconds = self.timeout if timeout is None else check_timeout(timeout)
         site = call_site()
         with engine.lock:
             what, number, now = ", ".join(signature), group.next_message(name, peer), engine.now()
             call = Call(name, number, what, group.suffix, site, now, seconds)
-            channel = Channel(group.id, Kind.POINT_TO_POINT, tag)
+            channel = Channel(group.id, Kind.POINT_TO_POINT, stream + tag)
             work = Work(group, call, channel, (round_,), buffers, result=result)
             group.issue(work)
         if background and not work.over:
@@ -339,12 +376,12 @@ class Backend:
         name: str,
         program: Iterable[Program],
         buffers: Sequence[memoryview] = (),
-        *,
         combine: Combine | None = None,
-        result: Callable[[], T] | None = None,
         signature: str = "",
         fingerprint: int = 0,
         timeout: float | None = None,
+        *,
+        result: Callable[[], T] | None = None,
         background: bool = False,
     ) -> Work[T]:
         """Issue a collective: this rank's steps. Returns at once.
@@ -454,9 +491,7 @@ class Backend:
         2p messages of no bytes; in shared memory, one look at each other's flags; or the library's
         own.
         """
-        fingerprint = xxh3_64_intdigest(label.encode()) if label else 0
-        steps = self._barrier_steps()
-        self.run("barrier", steps, signature=label, fingerprint=fingerprint, timeout=timeout)
+        self.run("barrier", self._barrier_steps(), (), None, *_signed(label), timeout)
 
     def mark(self, what: str) -> None:
         """Say that every rank of the group does this here. Sends nothing, and waits for nobody.
@@ -471,14 +506,8 @@ class Backend:
         self, *, label: str = "", timeout: float | None = None, background: bool = True
     ) -> Work[None]:
         """`barrier` that returns at once; when the work is done, every rank has come."""
-        return self.issue(
-            "barrier",
-            self._barrier_steps(),
-            signature=label,
-            fingerprint=xxh3_64_intdigest(label.encode()) if label else 0,
-            timeout=timeout,
-            background=background,
-        )
+        arguments = self._barrier_steps(), (), None, *_signed(label), timeout
+        return self.issue("barrier", *arguments, background=background)
 
     def _barrier_steps(self) -> Iterable[Program]:
         if self.shared is not None and self.shares_memory:
@@ -563,15 +592,15 @@ class Backend:
         if type(rank) is int and 0 <= rank < self.world_size:
             return rank
         try:
-            number = index(rank)
+            number: int | None = index(rank)
         except TypeError:
-            number = -1
-        if not 0 <= number < self.world_size:
+            number = None
+        if number is None or not 0 <= number < self.world_size:
             raise InvalidRankError(
                 f"rank {self.rank}: {what} {rank!r} is not one of the {self.world_size} ranks "
                 f"0 to {self.world_size - 1}",
                 rank=self.rank,
-                peer=rank,
+                peer=number,
             )
         return number
 
@@ -586,6 +615,17 @@ class Backend:
                 peer=peer,
             )
         return peer
+
+    def check_movable(self, tensor: Tensor, op: str) -> None:
+        """`UnsupportedOperationError` unless it is dense, and on a device of this backend."""
+        problem = why_not_movable(tensor, self.devices)
+        if problem is not None:
+            places = " and ".join(sorted(device.upper() for device in self.devices))
+            raise UnsupportedOperationError(
+                f"rank {self.rank}: {op} moves dense {places} tensors and was given {problem}",
+                rank=self.rank,
+                op=op,
+            )
 
     # The end --------------------------------------------------------------------------------
 
@@ -646,6 +686,11 @@ class Backend:
             self.close()
 
 
+def _signed(label: str) -> tuple[str, int]:
+    """The signature and the fingerprint of a barrier."""
+    return label, xxh3_64_intdigest(label.encode()) if label else 0
+
+
 def _raising(error: BaseException) -> Iterator[Program]:
     """Steps that end in an error."""
 
@@ -684,13 +729,14 @@ class SubBackend(Backend):
         timeout: float | None = None,
     ) -> None:
         self.parent = parent
-        self.members = tuple(dict.fromkeys(members) if in_order else sorted(set(members)))
+        if not isinstance(members, Iterable):
+            raise TypeError(f"rank {parent.rank}: members is a list of ranks, not {members!r}")
+        listed = [parent.check_rank(member, "member") for member in members]
+        self.members = tuple(dict.fromkeys(listed) if in_order else sorted(set(listed)))
         if not self.members:
             raise InvalidWorldSizeError(
                 f"rank {parent.rank}: a group needs at least one member", rank=parent.rank
             )
-        for member in self.members:
-            parent.check_rank(member, "member")
         if parent.rank not in self.members:
             raise InvalidRankError(
                 f"rank {parent.rank} makes a group of ranks {list(self.members)} without being one "

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
+from operator import index
 from types import FrameType
 from typing import NamedTuple
+
+from phalanx.errors import InvalidWorldSizeError
 
 WORLD_ID = 0  # of the group of all ranks
 # What is between the user's line and here: packages, and what torch wraps its functions in.
@@ -70,8 +73,26 @@ class Call:
         return f"{self.name} #{self.sequence}{details}{self.suffix}{where}"
 
 
+def check_world_size(size: int) -> int:
+    """It as an int. TypeError for what is none, `InvalidWorldSizeError` for less than 1."""
+    number = whole_number(size, "world_size")
+    if number < 1:
+        raise InvalidWorldSizeError(f"a group needs at least one rank, not {number}")
+    return number
+
+
+def whole_number(number: int, what: str) -> int:
+    """It as an int. TypeError, which names the argument, for what is none."""
+    try:
+        return index(number)
+    except TypeError:
+        raise TypeError(f"{what} is a whole number, not {number!r}") from None
+
+
 def check_timeout(timeout: float) -> float:
     """The timeout as a float. Raises ValueError unless it is a positive number of seconds."""
+    if not hasattr(timeout, "__float__"):
+        raise TypeError(f"timeout is a number of seconds, not {timeout!r}")
     if not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
     return float(timeout)

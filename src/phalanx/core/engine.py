@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from phalanx.core.call import WORLD_ID
 from phalanx.core.counters import Counters, Counts, Progress
 from phalanx.core.device import AcceleratorCopies, HostCopies, device_kinds
 from phalanx.core.failure import Failure, forked_error
@@ -344,6 +345,8 @@ class Engine(Poster):
             self._asked(group_id, peer, message)
         elif isinstance(message, Answer):
             self.watchdog.answered(peer, message)
+        elif group_id == WORLD_ID:
+            self.peer_left(peer)
         else:
             self._member_left(group_id, peer)
 

@@ -97,7 +97,7 @@ def read_environment(environ: Mapping[str, str]) -> World | None:
         raise InvalidRankError(
             f"{launcher.rank}={rank} is not one of {launcher.world_size}={world_size} ranks: "
             f"ranks count from 0, the last is {world_size - 1}",
-            rank=rank,
+            peer=rank,
         )
     addr, port, agent_store = _master(environ, launcher, world_size)
     local_rank, local_world_size = _local(environ, launcher, rank, world_size, addr)

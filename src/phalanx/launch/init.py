@@ -33,6 +33,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from phalanx.core.backend import DEFAULT_TIMEOUT
 from phalanx.core.recorder import LOG_VARIABLE
 from phalanx.errors import (
     AuthenticationError,
@@ -65,7 +66,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("phalanx")
 
 
-def init(backend: str = "auto", *, timeout: float = 60.0) -> Backend:
+def init(backend: str = "auto", *, timeout: float = DEFAULT_TIMEOUT) -> Backend:
     """Return the backend of this rank in the job that a launcher started.
 
     Reads what `phalanx run`, `torchrun`, `mpirun` or `srun` left in the environment; without a

@@ -34,7 +34,9 @@ from multiprocessing.spawn import get_preparation_data
 from types import FrameType, MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
-from phalanx.errors import InvalidWorldSizeError, MisuseError
+from phalanx.core.backend import DEFAULT_TIMEOUT
+from phalanx.core.call import check_world_size
+from phalanx.errors import MisuseError
 from phalanx.launch import metrics
 from phalanx.launch.binding import threads_per_rank
 from phalanx.launch.environment import World
@@ -55,7 +57,11 @@ _SHOWN: Mapping[str, str] = MappingProxyType({"PYTHONUNBUFFERED": "1", "TTY_INTE
 
 
 def spawn(
-    fn: Callable[[Backend], T], world_size: int, backend: str = "auto", *, timeout: float = 60.0
+    fn: Callable[[Backend], T],
+    world_size: int,
+    backend: str = "auto",
+    *,
+    timeout: float = DEFAULT_TIMEOUT,
 ) -> list[T]:
     """Run `fn(backend)` in `world_size` fresh processes of this host; return their results.
 
@@ -76,8 +82,7 @@ def spawn(
     backend: `BackendUnavailableError`. Ctrl-C, or a notebook's interrupt, is a `KeyboardInterrupt`
     when the ranks have ended. No rank outlives this call, or this process.
     """
-    if world_size < 1:
-        raise InvalidWorldSizeError(f"a world of {world_size} ranks cannot be: it takes one")
+    check_world_size(world_size)
     check_name(backend)
     metrics.wanted(os.environ)
     try:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from phalanx.core.call import whole_number
 from phalanx.errors import SizeMismatchError
 
 Run = tuple[int, int]
@@ -76,19 +77,22 @@ def shard_tensor(t: Tensor, n: int) -> list[Tensor]:
 
         7 rows, n = 3   ->   3, 2, 2
 
-    The shards are views of `t`. A tensor of no dimensions has nothing to be cut along: it gives
-    itself, `[t]`. Raises `ValueError` unless there are as many rows as shards, and one shard.
+    Each shard is a new tensor that owns its rows alone: it does not keep `t` in memory, and is
+    saved without it. A tensor of no dimensions has nothing to be cut along: it gives one copy of
+    itself. Raises `ValueError` unless there are as many rows as shards, and one shard.
     """
-    if n < 1:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"shard_tensor cuts a tensor, not {type(t).__name__}")
+    if whole_number(n, "n") < 1:
         raise ValueError(f"cannot cut a tensor into {n} shards: 1 or more are needed")
     if t.dim() == 0:
-        return [t]
+        return [t.clone()]
     if n > len(t):
         raise ValueError(
             f"cannot cut a tensor of shape {list(t.shape)} into {n} shards along dim 0: it has "
             f"{len(t)} rows, and every shard needs one"
         )
-    return list(torch.tensor_split(t, n))
+    return [shard.clone() for shard in torch.tensor_split(t, n)]
 
 
 def gather_shards(shards: Sequence[Tensor]) -> Tensor:

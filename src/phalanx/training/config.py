@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 from collections.abc import Callable, Mapping
+from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Literal, TypeVar
 
@@ -18,7 +19,7 @@ from phalanx.aggregation import (
     LocalAggregator,
     ParameterServer,
 )
-from phalanx.backends import Backend, TcpBackend
+from phalanx.backends import DEFAULT_TIMEOUT, Backend, TcpBackend
 from phalanx.compression import Compressor, ErrorFeedback, Half, PowerSGD, Quantized, RandomK, TopK
 from phalanx.errors import (
     BackendUnavailableError,
@@ -71,15 +72,15 @@ class DistributedConfig(_Config, frozen=True):
 
     world_size        1 or more
     rank              0 <= rank < world_size
-    coordinator_addr  `"host:port"` of rank 0
+    coordinator_addr  `"host:port"` of rank 0, which only `connect` needs
 
     Raises `InvalidWorldSizeError`, `InvalidRankError`, or ValueError for another form of address.
-    In the environment: WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT, as launchers leave them.
+    In the environment: WORLD_SIZE and RANK; MASTER_ADDR and MASTER_PORT, both or neither.
     """
 
     world_size: int
     rank: int
-    coordinator_addr: str
+    coordinator_addr: str | None = None
 
     def __post_init__(self) -> None:
         if type(self.world_size) is not int or self.world_size < 1:
@@ -90,22 +91,23 @@ class DistributedConfig(_Config, frozen=True):
             raise InvalidRankError(
                 f"rank {self.rank!r} is not one of {self.world_size}: ranks count from 0, the last "
                 f"is {self.world_size - 1}",
+                peer=self.rank if type(self.rank) is int else None,
             )
-        if not isinstance(self.coordinator_addr, str):
+        if not isinstance(self.coordinator_addr, str | None):
             raise ValueError(  # noqa: TRY004 - as for every other field
                 f'coordinator_addr must be text, "host:port", not {self.coordinator_addr!r}'
             )
-        parse_address(self.coordinator_addr)
+        if self.coordinator_addr is not None:
+            parse_address(self.coordinator_addr)
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> DistributedConfig:
         """From these variables. Raises ValueError, which names the variable."""
-        numbers = {}
-        for name in _VARIABLES:
+        numbers, address = {}, None
+        names = _VARIABLES if environ.keys() & _VARIABLES[2:] else _VARIABLES[:2]
+        for name in names:
             if name not in environ:
-                raise ValueError(
-                    f"{name} is not in the environment; {', '.join(_VARIABLES)} have to be"
-                )
+                raise ValueError(f"{name} is not in the environment; {', '.join(names)} have to be")
             if name != "MASTER_ADDR":
                 try:
                     numbers[name] = int(environ[name])
@@ -113,7 +115,7 @@ class DistributedConfig(_Config, frozen=True):
                     raise ValueError(
                         f"{name}={environ[name]!r} in the environment is no number"
                     ) from None
-        host = environ["MASTER_ADDR"].removeprefix("[").removesuffix("]")
+        host = environ.get("MASTER_ADDR", "").removeprefix("[").removesuffix("]")
         if ":" in host:  # an IPv6 address, which is in brackets before a port
             try:
                 ipaddress.IPv6Address(host)
@@ -123,23 +125,28 @@ class DistributedConfig(_Config, frozen=True):
                     "goes into MASTER_PORT"
                 ) from None
             host = f"[{host}]"
+        if "MASTER_PORT" in numbers:
+            address = f"{host}:{numbers['MASTER_PORT']}"
         try:
-            return cls(numbers["WORLD_SIZE"], numbers["RANK"], f"{host}:{numbers['MASTER_PORT']}")
+            return cls(numbers["WORLD_SIZE"], numbers["RANK"], address)
         except ValueError as error:
-            found = ", ".join(f"{name}={environ[name]}" for name in _VARIABLES)
+            found = ", ".join(f"{name}={environ[name]}" for name in names)
             raise type(error)(f"the environment has {found}: {error}") from None
 
     def to_environment(self) -> dict[str, str]:
         """The variables that `from_environment` reads, and `phalanx.init`."""
-        values = (self.world_size, self.rank, *parse_address(self.coordinator_addr))
-        return {name: str(value) for name, value in zip(_VARIABLES, values, strict=True)}
+        place = () if self.coordinator_addr is None else parse_address(self.coordinator_addr)
+        values = (self.world_size, self.rank, *place)
+        return {name: str(value) for name, value in zip(_VARIABLES, values, strict=False)}
 
-    def connect(self, *, timeout: float = 60.0) -> TcpBackend:
+    def connect(self, *, timeout: float = DEFAULT_TIMEOUT) -> TcpBackend:
         """This rank's backend. Blocks until all ranks are connected; raises as `TcpBackend` does.
 
         Rank 0 listens at `coordinator_addr`. Under torchrun, whose own store listens at
         MASTER_PORT, `phalanx.init()` gives the backend instead.
         """
+        if self.coordinator_addr is None:
+            raise ValueError("connect needs coordinator_addr, where rank 0 listens: 'host:port'")
         try:
             return TcpBackend(self.rank, self.world_size, self.coordinator_addr, timeout=timeout)
         except BackendUnavailableError as error:
@@ -199,7 +206,8 @@ class DataParallelConfig(_Config, frozen=True):
     """How a rank trains with the others.
 
     config       the rank and its group
-    aggregator   local, all_reduce, parameter_server or compressed
+    aggregator   local, all_reduce, parameter_server or compressed; or one of your own, as text that
+                 `build` imports, `"package.module:Name"`: `Name(backend)` is the aggregator
     compression  of the aggregator "compressed", and of no other
 
     Raises ValueError for a name that does not exist, or a compression that is missing or not used.
@@ -208,7 +216,7 @@ class DataParallelConfig(_Config, frozen=True):
     """
 
     config: DistributedConfig
-    aggregator: Literal["local", "all_reduce", "parameter_server", "compressed"] = "all_reduce"
+    aggregator: str = "all_reduce"
     compression: CompressionConfig | None = None
 
     def __post_init__(self) -> None:
@@ -220,9 +228,11 @@ class DataParallelConfig(_Config, frozen=True):
                 f'CompressionConfig("top_k", {{"ratio": 0.01}}), not {self.compression!r}'
             )
         names = [*_AGGREGATORS, "compressed"]
-        if not isinstance(self.aggregator, str) or self.aggregator not in names:
+        text = self.aggregator if isinstance(self.aggregator, str) else ""
+        if text not in names and ":" not in text:
             raise ValueError(
-                f"there is no aggregator {self.aggregator!r}; there are {', '.join(names)}"
+                f"there is no aggregator {self.aggregator!r}; there are {', '.join(names)}, and "
+                "those of your own, 'package.module:Name'"
             )
         if (self.aggregator == "compressed") != (self.compression is not None):
             raise ValueError(
@@ -242,7 +252,7 @@ class DataParallelConfig(_Config, frozen=True):
         text = environ.get("PHALANX_COMPRESSION")
         try:
             compression = CompressionConfig.from_json(text) if text else None
-            return cls(config, aggregator, compression)  # type: ignore[arg-type]  # which it checks
+            return cls(config, aggregator, compression)
         except ValueError as error:
             raise ValueError(
                 f"the environment has PHALANX_AGGREGATOR={aggregator} and PHALANX_COMPRESSION="
@@ -257,7 +267,10 @@ class DataParallelConfig(_Config, frozen=True):
         return variables
 
     def build(self, backend: Backend) -> GradientAggregator:
-        """The aggregator, over a backend; `MisuseError` if that is not the rank of the config."""
+        """The aggregator, over a backend; `MisuseError` if that is not the rank of the config.
+
+        TypeError if one of your own is no `GradientAggregator`; and what its import raises.
+        """
         if (backend.rank, backend.world_size) != (self.config.rank, self.config.world_size):
             raise MisuseError(
                 f"the config is of rank {self.config.rank} of {self.config.world_size}, and the "
@@ -266,4 +279,7 @@ class DataParallelConfig(_Config, frozen=True):
             )
         if self.compression is not None:
             return CompressedAggregator(backend, self.compression.build())
-        return _AGGREGATORS[self.aggregator](backend)
+        made = (_AGGREGATORS.get(self.aggregator) or resolve_name(self.aggregator))(backend)
+        if not isinstance(made, GradientAggregator):
+            raise TypeError(f"{self.aggregator}(backend) is no GradientAggregator, but {made!r}")
+        return made

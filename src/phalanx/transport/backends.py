@@ -15,16 +15,14 @@ from contextlib import suppress
 from typing import ClassVar, Literal
 
 from phalanx.core.backend import DEFAULT_TIMEOUT, Backend
-from phalanx.core.call import WORLD_ID, check_timeout
+from phalanx.core.call import check_timeout, check_world_size, whole_number
 from phalanx.core.device import device_kinds
 from phalanx.core.engine import Engine
-from phalanx.core.group import Group
 from phalanx.core.transport import IN_SHARED_MEMORY
 from phalanx.errors import (
     BackendUnavailableError,
     DistributedError,
     InvalidRankError,
-    InvalidWorldSizeError,
 )
 from phalanx.transport.shm.domain import HostDomain
 from phalanx.transport.tcp.addresses import check_listening, listen_as_master, with_interface
@@ -84,10 +82,9 @@ class MeshBackend(Backend):
             each_with_each=self.each_with_each,
             tls=self.security(secret.encode()),
         )
-        super().__init__(engine, Group(engine, WORLD_ID, tuple(range(world_size))), timeout=timeout)
+        super().__init__(engine, timeout=timeout)
         self._transport = transport
         self.devices = device_kinds()
-        self.topology = (0,) * world_size
         self.links = self.links._replace(processors=os.cpu_count() or math.inf)
         if self.sharing == "hosts":
             self.links = self.links._replace(inside=IN_SHARED_MEMORY)
@@ -233,11 +230,9 @@ class MeshBackend(Backend):
 
 def check_rank(rank: int, world_size: int) -> None:
     """Raise `InvalidWorldSizeError` or `InvalidRankError` unless there can be such a rank."""
-    if world_size < 1:
-        raise InvalidWorldSizeError(f"a group needs at least one rank, not {world_size}")
-    if not 0 <= rank < world_size:
+    if not 0 <= whole_number(rank, "rank") < check_world_size(world_size):
         raise InvalidRankError(
-            f"rank {rank} is not one of the {world_size} ranks 0 to {world_size - 1}", rank=rank
+            f"rank {rank} is not one of the {world_size} ranks 0 to {world_size - 1}", peer=rank
         )
 
 

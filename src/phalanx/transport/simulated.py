@@ -19,16 +19,15 @@ from torch import UntypedStorage
 from typing_extensions import override
 
 from phalanx.core.backend import DEFAULT_TIMEOUT, Backend
-from phalanx.core.call import WORLD_ID
+from phalanx.core.call import check_world_size
 from phalanx.core.common import zeros
 from phalanx.core.engine import LONGEST_WAIT, Engine
-from phalanx.core.group import Group
 from phalanx.core.posted import GroupBase, PostedSend, Wait, WorkBase
 from phalanx.core.random_state import RandomStates
 from phalanx.core.steps import Place, Source
 from phalanx.core.transport import Control, Transport
 from phalanx.core.work import Work
-from phalanx.errors import DeadlockError, InvalidWorldSizeError, MisuseError, RankStopped
+from phalanx.errors import DeadlockError, MisuseError, RankStopped
 from phalanx.wire.control import Ask
 
 
@@ -73,14 +72,6 @@ class SimulatedTransport(Transport):
         receiver = self.switch.engines[send.peer]
         receiver.matching.deliver(work.channel, self.engine.rank, send.view, work.call.fingerprint)
         send.complete()
-
-    @override
-    def cancel(self, send: PostedSend) -> None:
-        pass
-
-    @override
-    def room(self, peer: int) -> None:
-        pass
 
     @override
     def control(self, peer: int, group: int, message: Control) -> None:
@@ -132,11 +123,6 @@ class SimulatedBackend(Backend):
     copied.
     """
 
-    def __init__(self, engine: Engine, *, timeout: float = DEFAULT_TIMEOUT) -> None:
-        group = Group(engine, WORLD_ID, tuple(range(engine.world_size)))
-        super().__init__(engine, group, timeout=timeout)
-        self.topology = (0,) * engine.world_size
-
     @classmethod
     def create_group(
         cls, world_size: int, *, timeout: float = DEFAULT_TIMEOUT
@@ -145,9 +131,7 @@ class SimulatedBackend(Backend):
 
         Raises `InvalidWorldSizeError` if `world_size` is less than 1.
         """
-        if world_size < 1:
-            raise InvalidWorldSizeError(f"a group needs at least one rank, not {world_size}")
-        switch = InProcessSwitch(world_size)
+        switch = InProcessSwitch(check_world_size(world_size))
         return [cls(engine, timeout=timeout) for engine in switch.engines]
 
     @property

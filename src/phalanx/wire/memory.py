@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import wraps
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from phalanx.errors import UnsupportedOperationError
+from phalanx.errors import MisuseError, UnsupportedOperationError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -115,6 +115,33 @@ _COPIED = frozenset(
 _BITS: Mapping[int, torch.dtype] = MappingProxyType(
     {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 )
+
+
+NO_DISPATCH = Tensor.__torch_dispatch__  # of classes of tensors that have memory of their own
+
+
+def why_not_movable(tensor: Tensor, devices: Container[str]) -> str | None:
+    """Why its memory cannot be moved, for a message; None for a dense one on such a device."""
+    if not tensor.is_cpu and tensor.device.type not in devices:
+        return f"one on {tensor.device}; move it with .cpu(), or use a backend for that device"
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return f"a {tensor.layout} one; convert it with .to_dense()"
+    if tensor.is_quantized:
+        return "a quantized one; send its .int_repr(), and its scale"
+    if type(tensor) is not Tensor and type(tensor).__torch_dispatch__ is not NO_DISPATCH:
+        return f"one of class {type(tensor).__name__}, without memory; use .to_local()"
+    return None
+
+
+def check_distinct(tensor: Tensor) -> None:
+    """Raise `MisuseError` if several elements lie in one place, as in what `expand` gives."""
+    if not tensor.is_contiguous() and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
+        raise MisuseError(
+            f"a tensor of shape {list(tensor.shape)} has several elements in one place (strides "
+            f"{list(tensor.stride())}), which cannot hold several results; use .contiguous()"
+        )
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -263,10 +263,10 @@ def schedule(
     for which, number in (("rank", rank), ("root", root)):
         if not 0 <= number < size:
             message = f"{which} {number} is not one of the {size} ranks 0..{size - 1}"
-            raise InvalidRankError(message, rank=rank, peer=number, op=collective)
+            raise InvalidRankError(message, peer=number, op=collective)
     if hosts is not None and len(hosts) != size:
         raise ValueError(f"hosts names the hosts of {len(hosts)} ranks, and there are {size}")
     row = row_for(collective, algorithm, hosts, root)
     if root != 0 and collective not in ROOTED:
-        raise InvalidRankError(f"{collective} has no root, but root={root} was given", rank=rank)
+        raise InvalidRankError(f"{collective} has no root, but root={root} was given", peer=root)
     return for_root(collective, row.schedule, root)(rank, size)
