@@ -84,5 +84,7 @@ def test_units_are_compiled_and_train_like_one_process(strategy: Any, where: Any
     plain = build()
     train(plain, plain, [0, 1])
     found = joined(on_ranks(where, RANKS, build, run))
-    assert_close(found, {name: p.detach() for name, p in plain.named_parameters()}, rtol=1e-4, atol=1e-5)
+    assert_close(
+        found, {name: p.detach() for name, p in plain.named_parameters()}, rtol=1e-4, atol=1e-5
+    )
     assert counters["stats"]["unique_graphs"] >= 3  # of both blocks, and of the last layer

@@ -103,5 +103,3 @@ def test_optimizers_in_hooks_train_like_one_process(strategy: Any, where: Any) -
         sum(loss_of(plain, rank, number) / RANKS for rank in range(RANKS)).backward()  # type: ignore[union-attr]
     found = joined(on_ranks(where, RANKS, lambda: seeded(mlp), run))
     assert_close(found, {name: p.detach() for name, p in plain.named_parameters()})
-
-

@@ -13,7 +13,6 @@ from ddp_runs import assert_close, gradients, mean_of, outcome_of
 from fsdp_runs import (
     COMMON,
     COOPERATIVE,
-    MESSAGES,
     SHARD_GRAD_OP,
     every_way,
     gradient_pieces,
@@ -32,7 +31,6 @@ from phalanx import (
     MisuseError,
     ShardingStrategy,
     SimulatedBackend,
-    UnsupportedOperationError,
 )
 
 RANKS = 2

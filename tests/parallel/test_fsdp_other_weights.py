@@ -134,5 +134,3 @@ def test_weights_that_are_given_from_outside_are_refused() -> None:
 
     for message in on_ranks(COMMON, RANKS, lambda: nn.Sequential(nn.Linear(6, 3)), run):
         assert "functional_call() and parametrize belong inside the model" in message
-
-

@@ -272,7 +272,9 @@ def test_a_module_that_reads_another_group_s_parameter_is_told_what_to_do(
 ):
     def body(model: nn.Module, backend: Backend) -> None:
         fsdp = FSDP(model, backend, strategy=strategy)
-        with pytest.raises(MisuseError, match=r"one.weight .* pass a unit= that holds the parameter"):
+        with pytest.raises(
+            MisuseError, match=r"one.weight .* pass a unit= that holds the parameter"
+        ):
             fsdp(noise(4, 6))
         fsdp.unwrap()
         together = FSDP(model, backend, strategy=strategy, unit=Reads)

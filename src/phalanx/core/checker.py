@@ -101,7 +101,9 @@ class Checker:
     ) -> Call:
         """The next collective of this group, now that it is known what it is."""
         if self._marks:
-            done = ", ".join(what if n == 1 else f"{n} times {what}" for what, n in self._marks.items())
+            done = ", ".join(
+                what if n == 1 else f"{n} times {what}" for what, n in self._marks.items()
+            )
             signature = f"{signature}, after {done}" if signature else f"after {done}"
             fingerprint ^= xxh3_64_intdigest(done.encode())
             self._marks.clear()
