@@ -102,10 +102,10 @@ def test_a_copy_keeps_what_the_compressor_has_left_over() -> None:
         fsdp = FSDP(model, backend, compression=ErrorFeedback(TopK(0.1)))
         fsdp(x_of(backend.rank)).pow(2).mean().backward()
         other = copy.deepcopy(fsdp)
-        for model in (fsdp, other):
-            model.zero_grad()
-            model.eval()
-            model(x_of(backend.rank)).pow(2).mean().backward()
+        for one in (fsdp, other):
+            one.zero_grad()
+            one.eval()
+            one(x_of(backend.rank)).pow(2).mean().backward()
         pairs = zip(fsdp.parameters(), other.parameters(), strict=True)
         assert all(torch.equal(p.grad, q.grad) for p, q in pairs)
 

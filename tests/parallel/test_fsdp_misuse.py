@@ -262,7 +262,7 @@ def test_ranks_with_another_model_are_named_and_nothing_is_changed(change: Any):
 
 def test_a_script_module_is_refused_by_name():
     def body(model: nn.Module, backend: Backend) -> None:
-        with pytest.raises(MisuseError, match="0 is a ScriptModule.* wrap the module that it was"):
+        with pytest.raises(MisuseError, match=r"0 is a ScriptModule.* wrap the module that it was"):
             FSDP(nn.Sequential(torch.jit.trace(model, noise(2, 6)), nn.Linear(3, 3)), backend)
 
     on_ranks(COMMON, 1, mlp, body)

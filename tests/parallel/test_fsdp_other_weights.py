@@ -1,4 +1,4 @@
-"""Modules that compute with weights of their own making: functional_call, parametrize, own loops."""
+"""Modules that compute with weights of their own making: functional_call, parametrize, MAML."""
 
 from __future__ import annotations
 

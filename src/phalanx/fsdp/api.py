@@ -125,7 +125,7 @@ class FSDP(Wrapper):
         self.mixed_precision = precision_of(mixed_precision)
         self._warned = self._checked = self._unwrapped = False
         for name, part in module.named_modules():
-            if isinstance(part, torch.jit.ScriptModule):  # type: ignore[attr-defined]
+            if isinstance(part, torch.jit.ScriptModule):
                 self._refuse(
                     f"{name or 'the module'} is a ScriptModule, whose compiled code has parameters "
                     "of its own: wrap the module that it was compiled from"
@@ -152,7 +152,7 @@ class FSDP(Wrapper):
 
     # As a module ----------------------------------------------------------------------------
 
-    @torch._disable_dynamo(recursive=False)
+    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. Blocks while groups are unsharded."""
         if self.backend.forked:  # perhaps in the middle of a pass
@@ -230,7 +230,8 @@ class FSDP(Wrapper):
         """Begin to unshard all groups for the next forward pass. Returns at once.
 
         Takes memory for the whole model until that pass has used it. Every rank calls it.
-        `UnsupportedOperationError` with a strategy that keeps full parameters; `MisuseError` if what was prefetched before was not used.
+        `UnsupportedOperationError` with a strategy that keeps full parameters; `MisuseError` if
+        what was prefetched before was not used.
         """
         if self.strategy.keeps_whole:
             self._refuse(

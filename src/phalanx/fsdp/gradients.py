@@ -242,13 +242,14 @@ class FlatGradient:
         parts = zip(flat.parameters, flat.split_shard(means[0]), used, strict=True)
         reached = [(p, part) for p, part, any_rank in parts if any_rank and p.requires_grad]
         for parameter, part in reached:
+            new = part
             for hook in (parameter._backward_hooks or {}).values():
-                other = hook(part)
-                part = part if other is None else other
+                other = hook(new)
+                new = new if other is None else other
             if parameter.grad is None:
-                parameter.grad = part
+                parameter.grad = new
             else:
-                parameter.grad.add_(part)
+                parameter.grad.add_(new)
             if flat.plan.shards is not None:
                 mark_part(parameter)
         return [parameter for parameter, _ in reached]

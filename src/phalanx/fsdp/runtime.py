@@ -84,7 +84,9 @@ class FsdpRuntime:
         self._stack: list[tuple[ForwardCall, BaseException | None]] = []
         self._keeps_graph = False
         self._accumulates = False  # whether the backward pass adds to gradients of parameters
-        self._makes_graph = False  # a graph of backward, which will read parameters, too
+        # Whether there is a graph of a backward pass, which will read parameters, too; and whether
+        # the pass under way makes one.
+        self._has_graph = self._makes_graph = False
         self._reached: dict[ParameterGroup, None] = {}  # by the backward pass, in order
         self._calls: list[ForwardCall] = []  # that the backward pass has come to
         self._under_way: Sequence[FlatGradient] = ()  # those of the last group that was reduced
@@ -93,8 +95,8 @@ class FsdpRuntime:
         """Notice passes from now on. Returns the handles of the hooks."""
         handles: list[Any] = []
         # torch.compile traces what a module computes between them.
-        pre_forward = torch.compiler.disable(self.pre_forward)
-        post_forward = torch.compiler.disable(self.post_forward)
+        pre_forward = torch.compiler.disable(self.pre_forward)  # type: ignore[no-untyped-call]
+        post_forward = torch.compiler.disable(self.post_forward)  # type: ignore[no-untyped-call]
         for group in self.groups:
             before, after = partial(pre_forward, group), partial(post_forward, group)
             register_before = group.module.register_forward_pre_hook
@@ -152,7 +154,7 @@ class FsdpRuntime:
         self.write_epoch.settle()
         self.swap.swap_in("forward")
         self._order = []
-        self._makes_graph = False
+        self._has_graph = False
         self.has_run = True
         self.prefetched = False
         if not self.synchronize and torch.is_grad_enabled():
@@ -178,7 +180,7 @@ class FsdpRuntime:
             self.swap.swap_out("forward")
             if not failed:
                 self._last_order = self._order
-                if not self._makes_graph:
+                if not self._has_graph:
                     self.reshard_all()
 
     def abandon_forward(self) -> None:
@@ -234,7 +236,7 @@ class FsdpRuntime:
         if not self.in_backward:
             self.in_backward = True
             self._keeps_graph = keeps_graph()
-            self._accumulates = accumulates_everywhere()
+            self._accumulates, self._makes_graph = accumulates_everywhere(), False
             self.swap.swap_in("backward")  # for checkpoints, which are computed again
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -263,6 +265,7 @@ class FsdpRuntime:
             )
         self._begin_backward()
         self._makes_graph = torch.is_grad_enabled()
+        self._has_graph |= self._makes_graph
         if call in group.open_calls:
             return
         if call.outer is not None:  # first, on all ranks, whose last computation it may be or not
@@ -375,7 +378,7 @@ class FsdpRuntime:
 
     def _reshard(self, group: ParameterGroup) -> None:
         """After its forward or backward pass, unless a graph of a backward pass reads it later."""
-        if not self._makes_graph:
+        if not self._has_graph:
             group.reshard()
 
     @every_rank_does("FSDP")
@@ -398,6 +401,7 @@ class FsdpRuntime:
         self.in_backward = False
         self._calls = []
         self._reached = {}
+        self._has_graph &= self._makes_graph or self._keeps_graph
         self.swap.swap_out("backward")
         for group in self.groups:
             group.end_backward()

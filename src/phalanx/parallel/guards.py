@@ -266,7 +266,7 @@ _ANOTHER = (
     "failed or was left out, or its loss does not depend on the model's outputs"
 )
 EVERY_RANK = (
-    "every rank calls the model, its units, its methods and the optimizer in the same order. To let "
+    "every rank calls the model, its units, its methods and the optimizer in the same order. If "
     "some ranks leave out a layer, pass a unit= around it that every rank calls, or call it on all "
     "and multiply what it gives by zero"
 )
