@@ -67,7 +67,10 @@ class FSDP(Wrapper):
     of the module's, under its name: a 1-D slice of it, possibly empty (NO_SHARD: the whole), the
     same object for the whole run. So any torch optimizer works; one that is not elementwise sees
     other shapes, which is warned about. Accumulation: `no_sync` keeps full gradients and moves
-    nothing; without it each backward pass adds to the shards' `.grad`.
+    nothing; without it each backward pass adds to the shards' `.grad`. Hooks on parameters run when
+    that is done, on shards: `Tensor.register_hook`'s before a mean is added, those after
+    accumulation after it. `torch.autograd.grad` for parameters refers to unsharded ones, inside of
+    the module's forward; shards are in no graph.
 
     A parameter group is sharded, unsharded while it computes, and sharded again; `unsharded.py`
     draws its states. Who uses a full parameter while it is sharded gets a `MisuseError`. A backward
