@@ -164,10 +164,6 @@ class Nodes:
         """Raise why this node cannot go on, if it cannot."""
         if self._error is not None:
             raise self._error
-        if self._server is not None and self._server.problem is not None:
-            raise BackendUnavailableError(
-                f"the launcher's store has ended: {self._server.problem!r}"
-            ) from self._server.problem
 
     def master_port(self, generation: int) -> int:
         """Return the port of rank 0's host that torch's own store has in this generation. It was

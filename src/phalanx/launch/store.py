@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -25,12 +24,14 @@ from types import MappingProxyType
 from typing import Annotated, Literal
 
 import msgspec
+from typing_extensions import override
 
 from phalanx.errors import AuthenticationError, BackendUnavailableError, DistributedError, plain
+from phalanx.launch.server import DoorServer
 from phalanx.native.meeting import tries
 from phalanx.transport.tcp.addresses import address_on_interface
-from phalanx.transport.tcp.admission import Acceptor, speak
-from phalanx.transport.tcp.loop import LONGEST_SLEEP, READ, WRITE, Reactor
+from phalanx.transport.tcp.admission import speak
+from phalanx.transport.tcp.loop import READ, WRITE
 from phalanx.transport.tcp.tls import Tls
 from phalanx.wire.control import Endpoint, is_loopback
 from phalanx.wire.handshake import DialerHandshake, Identity, Refused
@@ -102,13 +103,8 @@ def _length(received: bytearray) -> int:
 # The server.
 
 
-class StoreServer:
-    """A store that this process holds, in a thread, until `close()` (a `Door`).
-
-    listener   where clients call; the server's from now on
-    token      that they have to hold; b"": only this host is let in
-    problem    what has ended the thread, if anything has
-    """
+class StoreServer(DoorServer):
+    """A store that this process holds, in a thread, until `close()`."""
 
     label, callers = "the launcher's store", _CALLERS
 
@@ -122,43 +118,27 @@ class StoreServer:
         most_keys: int = MOST_KEYS,
         most_memory: int = MOST_MEMORY,
     ) -> None:
-        self.token = token
-        self.tls = Tls(token)
-        self.identity = _identity(job, 0)
-        self.reactor = Reactor()
-        self.lock = threading.RLock()
-        self.endpoint = Endpoint(*listener.getsockname()[:2])
-        self.problem: Exception | None = None
         self.memory = 0
         self.clients: set[_Client] = set()
         self.waiting: dict[str, set[_Client]] = {}
         self._values: dict[str, bytes] = {}
         self._most = most_clients, most_keys, most_memory
-        self._acceptor = Acceptor(self, listener)
-        self._closed = False
-        self._thread = threading.Thread(target=self._serve, name="phalanx store", daemon=True)
-        self._thread.start()
+        super().__init__(listener, token, _identity(job, 0))
 
+    @override
     def close(self) -> None:
-        """Hang up, and hold the store no more."""
         with self.lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._acceptor.close()
             for client in list(self.clients):
                 client.close()
-            self.reactor.wake()
-        self._thread.join()
-        self.reactor.close()
+        super().close()
 
+    @override
     def admit(self, peer: int) -> str | None:
-        """Return why one who holds the token is turned away all the same, or None."""
         most = self._most[0]
         return f"{most} {_FULL}" if len(self.clients) >= most else None
 
+    @override
     def link_opened(self, peer: int, sock: socket.socket, surplus: bytes) -> None:
-        """Serve a client that is in."""
         _Client(self, sock, surplus)
 
     def answer(self, request: StoreRequest) -> StoreReply:
@@ -210,15 +190,6 @@ class StoreServer:
             client.awaits = None
             client.reply(StoreReply(value=value))
         return None
-
-    def _serve(self) -> None:
-        with self.lock:
-            try:
-                while not self._closed:
-                    self.reactor.turn(LONGEST_SLEEP, self.lock)
-            except Exception as error:
-                self.problem = error
-                log.exception("the launcher's store has ended")
 
 
 _OPERATIONS: Mapping[str, Callable[[StoreServer, StoreRequest], StoreReply]] = MappingProxyType(
@@ -280,7 +251,9 @@ class _Client:
                     break
             else:
                 self.server.reactor.call_later(0.0, self._ready)
-        except OSError:
+        except Exception as error:
+            if not isinstance(error, OSError):  # it costs this client, and no other
+                log.exception("the launcher's store hangs up on a client")
             self.close()
 
     def _send(self) -> None:

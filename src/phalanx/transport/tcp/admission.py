@@ -196,8 +196,7 @@ class Acceptor:
         """Stop listening, and drop the connections that are not authenticated."""
         self.door.reactor.forget(self.listener)
         self.listener.close()
-        for pending in list(self.pending):
-            self.drop(pending)
+        self._drop_all()
         if max(self._rejected) > TOLD_IN_FULL:
             log.warning(
                 "%s turned away %d unauthenticated callers and %d that said which rank they are "
@@ -205,6 +204,20 @@ class Acceptor:
                 self.door.label,
                 *self._rejected,
             )
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has stopped listening."""
+        return self.listener.fileno() < 0
+
+    def begin_again(self, error: Exception) -> None:
+        """After an error inside: drop the connections that are not authenticated, and listen."""
+        self._drop_all()
+        self._rest(error)
+
+    def _drop_all(self) -> None:
+        for pending in list(self.pending):
+            self.drop(pending)
 
     def drop(self, pending: PendingConnection) -> None:
         """Close a pending connection."""
@@ -287,6 +300,7 @@ class Acceptor:
         # What callers have sent was read before: sockets come before timers in every turn. And
         # after a long absence this rank counts one tick, not many.
         self.now += 1
+        self._ticking = False
         for pending in list(self.pending):
             if pending.born + TICKS > self.now:
                 break
@@ -296,17 +310,17 @@ class Acceptor:
         if self._ticking:
             self.door.reactor.call_later(self.tick, self._tick)
 
-    def _rest(self, error: OSError) -> None:
+    def _rest(self, error: Exception) -> None:
         """No connection can be accepted now, and none can be dropped: try later, do not spin."""
-        reason = f"{error.strerror or error}"
-        if error.errno in OUT_OF:
+        reason = getattr(error, "strerror", None) or repr(error)
+        if getattr(error, "errno", 0) in OUT_OF:
             reason += "; this process may need more (ulimit -n)"
         self._reject(f"a caller, whom it could not accept: {reason}")
         self.door.reactor.forget(self.listener)
         self.door.reactor.call_later(REST, self._listen)
 
     def _listen(self) -> None:
-        if self.listener.fileno() >= 0:  # it is open
+        if not self.closed:
             self.door.reactor.watch(self.listener, self._on_ready)
 
 
