@@ -15,6 +15,8 @@ import msgspec
 import pytest
 
 from phalanx.errors import AuthenticationError, BackendUnavailableError
+from phalanx.launch import store as module
+from phalanx.launch.server import call
 from phalanx.launch.store import (
     MOST_VALUE,
     StoreClient,
@@ -23,9 +25,8 @@ from phalanx.launch.store import (
     connect_store,
     listen_for_store,
 )
-from phalanx.transport.tcp.admission import speak
 from phalanx.transport.tcp.tls import Tls
-from phalanx.wire.handshake import DialerHandshake, Identity
+from phalanx.wire.handshake import Identity
 
 TOKEN = "a token of many letters"
 PATIENCE = 20.0
@@ -37,9 +38,9 @@ def stack() -> Iterator[ExitStack]:
         yield opened
 
 
-def hold(stack: ExitStack, **bounds: int) -> StoreServer:
+def hold(stack: ExitStack) -> StoreServer:
     listener = listen_for_store("127.0.0.1", 0)
-    return stack.enter_context(closing(StoreServer(listener, TOKEN.encode(), job="job", **bounds)))
+    return stack.enter_context(closing(StoreServer(listener, TOKEN.encode(), job="job")))
 
 
 def join(stack: ExitStack, server: StoreServer) -> StoreClient:
@@ -49,9 +50,9 @@ def join(stack: ExitStack, server: StoreServer) -> StoreClient:
 
 def raw(stack: ExitStack, server: StoreServer) -> socket.socket:
     """A client that has proved itself, and says what it likes."""
-    sock = stack.enter_context(socket.create_connection(server.endpoint, PATIENCE))
-    handshake = DialerHandshake(Identity("phalanx store job", 0, 1, 2), TOKEN.encode(), 0)
-    return speak(sock, handshake, handshake.start(), PATIENCE, Tls(TOKEN.encode()))
+    token, identity = TOKEN.encode(), Identity("phalanx store job", 0, 1, 2)
+    sock, _ = call(server.endpoint, identity, token, Tls(token), PATIENCE)
+    return stack.enter_context(sock)
 
 
 def read_reply(sock: socket.socket) -> StoreReply:
@@ -184,8 +185,12 @@ def test_a_server_that_says_nothing_is_called_again(stack: ExitStack) -> None:
 # Bounds -----------------------------------------------------------------------------------------
 
 
-def test_a_client_beyond_a_bound_is_told_and_the_others_go_on(stack: ExitStack) -> None:
-    server = hold(stack, most_keys=3, most_memory=2000)
+def test_a_client_beyond_a_bound_is_told_and_the_others_go_on(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_KEYS", 3)
+    monkeypatch.setattr(module, "MOST_MEMORY", 2000)
+    server = hold(stack)
     store, other = join(stack, server), join(stack, server)
     store.set("a", b"x" * 1000)
     with pytest.raises(BackendUnavailableError, match=r"b: the store is full, it has 2000 bytes"):
@@ -252,8 +257,11 @@ def test_a_client_that_takes_no_replies_keeps_one_and_no_more(stack: ExitStack) 
     assert max(unsent) <= MOST_VALUE + 64
 
 
-def test_the_clients_beyond_the_bound_wait_for_a_place(stack: ExitStack) -> None:
-    server = hold(stack, most_clients=1)
+def test_the_clients_beyond_the_bound_wait_for_a_place(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_CLIENTS", 1)
+    server = hold(stack)
     first = join(stack, server)
     soon = time.monotonic() + 0.1
     with pytest.raises(BackendUnavailableError, match="1 clients are there already: try again"):

@@ -402,7 +402,7 @@ def test_without_the_token_nothing_is_seen(tmp_path: Path) -> None:
 
 def test_where_nobody_listens_or_answers_it_says_so(tmp_path: Path) -> None:
     silent = socket.create_server(("127.0.0.1", 0))
-    with silent, pytest.raises(BackendUnavailableError, match="is its process stopped"):
+    with silent, pytest.raises(BackendUnavailableError, match="is it not stopped"):
         RemoteFolder(Endpoint(*silent.getsockname()), TOKEN)
     server = serve(tmp_path)
     server.close()

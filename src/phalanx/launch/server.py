@@ -6,16 +6,17 @@ caller --> Acceptor (transport/tcp/admission.py) --> link_opened: a client that 
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import threading
 from abc import ABC, abstractmethod
 
-from phalanx.transport.tcp.admission import Acceptor
+from phalanx.transport.tcp.admission import Acceptor, speak
 from phalanx.transport.tcp.loop import LONGEST_SLEEP, Reactor
 from phalanx.transport.tcp.tls import Tls
 from phalanx.wire.control import Endpoint
-from phalanx.wire.handshake import Identity
+from phalanx.wire.handshake import DialerHandshake, Identity, Refused
 
 log = logging.getLogger("phalanx")
 
@@ -70,3 +71,21 @@ class DoorServer(ABC):
                 except Exception as error:
                     log.debug("%s: an error inside", self.label, exc_info=True)
                     self._acceptor.begin_again(error)
+
+
+def call(
+    endpoint: Endpoint, identity: Identity, token: bytes, tls: Tls, seconds: float
+) -> tuple[socket.socket, bytes]:
+    """Return a connection to a server that has let this process in, and what came behind that.
+
+    Blocks for so many seconds at most until it is connected, and until it is in; they become the
+    socket's timeout. Raises `Refused`, or OSError (TimeoutError when the other side is silent).
+    """
+    sock = socket.create_connection(endpoint, seconds)
+    handshake = DialerHandshake(identity, token, 0, tls.offer(sock))
+    try:
+        return speak(sock, handshake, handshake.start(), seconds, tls), handshake.surplus
+    except OSError as error:
+        if error.errno == errno.EBADMSG:  # TLS does not come about
+            raise Refused(str(error.strerror)) from None
+        raise

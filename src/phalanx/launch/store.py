@@ -21,20 +21,19 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from typing_extensions import override
 
 from phalanx.errors import AuthenticationError, BackendUnavailableError, DistributedError, plain
-from phalanx.launch.server import DoorServer
+from phalanx.launch.server import DoorServer, call
 from phalanx.native.meeting import tries
 from phalanx.transport.tcp.addresses import address_on_interface
-from phalanx.transport.tcp.admission import speak
 from phalanx.transport.tcp.loop import READ, WRITE
 from phalanx.transport.tcp.tls import Tls
 from phalanx.wire.control import Endpoint, is_loopback
-from phalanx.wire.handshake import DialerHandshake, Identity, Refused
+from phalanx.wire.handshake import Identity, Refused
 
 log = logging.getLogger("phalanx")
 
@@ -85,6 +84,9 @@ class StoreReply(msgspec.Struct, array_like=True, frozen=True):
     number: int = 0
 
 
+_Message = TypeVar("_Message", StoreRequest, StoreReply)
+
+
 def _identity(job: str, rank: int) -> Identity:
     return Identity(f"phalanx store {job}", 0, rank, 2)
 
@@ -94,9 +96,21 @@ def _pack(message: StoreRequest | StoreReply) -> bytes:
     return _HEAD.pack(len(content)) + content
 
 
-def _length(received: bytearray) -> int:
-    """Return how many bytes the message has that begins here; 0 where its head has not come."""
-    return _HEAD.unpack_from(received)[0] if len(received) >= _HEAD.size else 0
+def _cut(received: bytearray, kind: type[_Message]) -> _Message | None:
+    """Take the message that begins here; None: it is not whole. ValueError if it is none."""
+    if len(received) < _HEAD.size:
+        return None
+    (length,) = _HEAD.unpack_from(received)
+    if length > _LONGEST:
+        raise ValueError(f"a message of {length} bytes, and the longest has {_LONGEST}")
+    if len(received) < _HEAD.size + length:
+        return None
+    content = bytes(received[_HEAD.size : _HEAD.size + length])
+    del received[: _HEAD.size + length]
+    try:
+        return msgspec.msgpack.decode(content, type=kind)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise ValueError(f"a message that cannot be read: {error}") from None
 
 
 # ------------------------------------------------------------------------------
@@ -108,21 +122,11 @@ class StoreServer(DoorServer):
 
     label, callers = "the launcher's store", _CALLERS
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        token: bytes,
-        *,
-        job: str = "",
-        most_clients: int = MOST_CLIENTS,
-        most_keys: int = MOST_KEYS,
-        most_memory: int = MOST_MEMORY,
-    ) -> None:
+    def __init__(self, listener: socket.socket, token: bytes, *, job: str = "") -> None:
         self.memory = 0
         self.clients: set[_Client] = set()
         self.waiting: dict[str, set[_Client]] = {}
         self._values: dict[str, bytes] = {}
-        self._most = most_clients, most_keys, most_memory
         super().__init__(listener, token, _identity(job, 0))
 
     @override
@@ -134,8 +138,7 @@ class StoreServer(DoorServer):
 
     @override
     def admit(self, peer: int) -> str | None:
-        most = self._most[0]
-        return f"{most} {_FULL}" if len(self.clients) >= most else None
+        return f"{MOST_CLIENTS} {_FULL}" if len(self.clients) >= MOST_CLIENTS else None
 
     @override
     def link_opened(self, peer: int, sock: socket.socket, surplus: bytes) -> None:
@@ -177,13 +180,12 @@ class StoreServer(DoorServer):
 
     def _put(self, key: str, value: bytes) -> StoreReply | None:
         """Set a value, and answer who waits for it; return why there is no room, or None."""
-        _, most_keys, most_memory = self._most
         old = self._values.get(key)
         memory = self.memory + _size(key, value) - (0 if old is None else _size(key, old))
-        if old is None and len(self._values) >= most_keys:
-            return StoreReply(f"{key}: the store is full, it has {most_keys} keys")
-        if memory > most_memory:
-            return StoreReply(f"{key}: the store is full, it has {most_memory} bytes")
+        if old is None and len(self._values) >= MOST_KEYS:
+            return StoreReply(f"{key}: the store is full, it has {MOST_KEYS} keys")
+        if memory > MOST_MEMORY:
+            return StoreReply(f"{key}: the store is full, it has {MOST_MEMORY} bytes")
         self.memory = memory
         self._values[key] = value
         for client in self.waiting.pop(key, ()):
@@ -266,26 +268,18 @@ class _Client:
 
     def _take(self) -> bool:
         """Answer the next request; return whether there was one. OSError where it is the last."""
-        while True:
-            length = _length(self._received)
-            if length > _LONGEST:
-                self._end(f"a message of {length} bytes, and the longest has {_LONGEST}")
-                return False
-            if len(self._received) >= _HEAD.size + length:
-                break
-            try:
-                data = self.sock.recv(1 << 16)
-            except BlockingIOError:
-                return False
-            if not data:
-                raise ConnectionError
-            self._received += data
-        content = bytes(self._received[_HEAD.size : _HEAD.size + length])
-        del self._received[: _HEAD.size + length]
         try:
-            request = msgspec.msgpack.decode(content, type=StoreRequest)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-            self._end(f"a request that cannot be read: {error}")
+            while (request := _cut(self._received, StoreRequest)) is None:
+                data = self.sock.recv(1 << 16)
+                if not data:
+                    raise ConnectionError
+                self._received += data
+        except BlockingIOError:
+            return False
+        except ValueError as error:
+            # Say what is wrong, and hang up: what comes behind it cannot be told apart.
+            self._last = True
+            self.reply(StoreReply(str(error)))
             return False
         if self.awaits is not None:
             self._wait_no_more()
@@ -307,11 +301,6 @@ class _Client:
             if not waiting:
                 self.server.waiting.pop(self.awaits, None)
             self.awaits = None
-
-    def _end(self, error: str) -> None:
-        """Say what is wrong, and hang up: what comes behind it cannot be told apart."""
-        self._last = True
-        self.reply(StoreReply(error))
 
 
 def listen_for_store(host: str, port: int) -> socket.socket:
@@ -424,23 +413,16 @@ class StoreClient:
 
     def _reply(self, deadline: float) -> StoreReply:
         """Return the next reply. OSError; TimeoutError at the deadline, after which it may come."""
-        while True:
-            length = _length(self._received)
-            if length > _LONGEST:
-                raise ConnectionError(f"a reply of {length} bytes, and the longest has {_LONGEST}")
-            if len(self._received) >= _HEAD.size + length:
-                break
-            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
-            data = self._socket.recv(1 << 16)
-            if not data:
-                raise ConnectionError("it has hung up")
-            self._received += data
-        content = bytes(self._received[_HEAD.size : _HEAD.size + length])
-        del self._received[: _HEAD.size + length]
         try:
-            return msgspec.msgpack.decode(content, type=StoreReply)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-            raise ConnectionError(f"a reply that cannot be read: {error}") from None
+            while (reply := _cut(self._received, StoreReply)) is None:
+                self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+                data = self._socket.recv(1 << 16)
+                if not data:
+                    raise ConnectionError("it has hung up")
+                self._received += data
+        except ValueError as error:
+            raise ConnectionError(str(error)) from None
+        return reply
 
 
 def connect_store(endpoint: Endpoint, token: str, deadline: float, *, job: str = "") -> StoreClient:
@@ -451,30 +433,22 @@ def connect_store(endpoint: Endpoint, token: str, deadline: float, *, job: str =
     token, or are of two jobs.
     """
     failure: DistributedError | OSError = TimeoutError()
-    patience, tls = _FIRST_WAIT, Tls(token.encode())
+    key, identity, patience = token.encode(), _identity(job, 1), _FIRST_WAIT
+    tls = Tls(key)
     for left in tries(deadline):
-        seconds = min(left, patience)
         try:
-            sock = socket.create_connection(endpoint, seconds)
+            return StoreClient(endpoint, *call(endpoint, identity, key, tls, min(left, patience)))
         except OSError as error:
-            failure = error
-            continue
-        try:
-            handshake = DialerHandshake(_identity(job, 1), token.encode(), 0, tls.offer(sock))
-            sock = speak(sock, handshake, handshake.start(), seconds, tls)
-            return StoreClient(endpoint, sock, handshake.surplus)
-        except OSError as error:
-            patience = min(2 * patience, _LAST_WAIT)
+            if isinstance(error, TimeoutError):
+                patience = min(2 * patience, _LAST_WAIT)
             failure = error
         except Refused as refusal:
             failure = ConnectionError(plain(refusal.reason))
-            sock.close()
             if refusal.final and not refusal.reason.endswith(_FULL):
                 raise AuthenticationError(
                     f"the launcher's store at {endpoint} and this process are not of one job: "
                     f"{plain(refusal.reason)}"
                 ) from None
-        sock.close()
     raise BackendUnavailableError(
         f"the launcher's store cannot be reached at {endpoint} ({failure or 'no answer'}): is the "
         "launcher of node 0 running, and may this host connect to it?"

@@ -24,13 +24,13 @@ import msgspec
 from typing_extensions import override
 
 from phalanx.errors import AuthenticationError, BackendUnavailableError, MisuseError, plain
-from phalanx.launch.server import DoorServer
+from phalanx.launch.server import DoorServer, call
 from phalanx.launch.state import MOST_BYTES, JobState, bounded
 from phalanx.launch.watch_folder import PERIOD, VARIABLE, WatchFolder
-from phalanx.transport.tcp.admission import MAKE_ONE, PATIENCE, find_token, speak
+from phalanx.transport.tcp.admission import MAKE_ONE, PATIENCE, find_token
 from phalanx.transport.tcp.tls import Tls
 from phalanx.wire.control import Endpoint, parse_address
-from phalanx.wire.handshake import DialerHandshake, Identity, Refused
+from phalanx.wire.handshake import Identity, Refused
 
 MOST_WATCHERS = 8  # at a time; more are turned away
 _LAST_WORDS = 2 * PERIOD  # seconds that watchers have to take the last state
@@ -137,35 +137,24 @@ class RemoteFolder:
     """
 
     def __init__(self, endpoint: Endpoint, token: bytes) -> None:
-        self._received = bytearray()
         self._latest: JobState | None = None
         self.heard = time.monotonic()
         try:
-            self._socket = socket.create_connection(endpoint, PATIENCE)
+            self._socket, surplus = call(endpoint, _WATCHER, token, Tls(token), PATIENCE)
         except OSError as error:
             raise BackendUnavailableError(
                 f"no job can be watched at {endpoint} ({error}): is that what its {VARIABLE} says, "
-                "and does it run? Give a folder, or nothing, for a job of this host"
+                "does it run, and is it not stopped? Give a folder, or nothing, for a job of this "
+                "host"
             ) from error
-        try:
-            tls = Tls(token)
-            handshake = DialerHandshake(_WATCHER, token, _NODE.rank, tls.offer(self._socket))
-            self._socket = speak(self._socket, handshake, handshake.start(), PATIENCE, tls)
-        except TimeoutError as error:
-            self._socket.close()
-            raise BackendUnavailableError(
-                f"{endpoint} takes the call, and says nothing for {PATIENCE:g} s: is its process "
-                "stopped, or is it another program?"
-            ) from error
-        except (Refused, OSError) as error:
-            self._socket.close()
-            if isinstance(error, Refused) and error.by_peer:
+        except Refused as error:
+            if error.by_peer:
                 raise BackendUnavailableError(f"the job at {endpoint} says: {error}") from error
             raise AuthenticationError(
                 f"the job at {endpoint} cannot be watched: {error}; the token comes from "
                 "PHALANX_TOKEN or PHALANX_TOKEN_FILE"
             ) from error
-        self._received += handshake.surplus
+        self._received = bytearray(surplus)
 
     def read(self) -> JobState | None:
         """Return the latest state; None when the node has closed the connection."""

@@ -25,6 +25,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import Protocol
 
+from phalanx import files
 from phalanx.errors import AuthenticationError
 from phalanx.transport.tcp.addresses import BACKLOG, stranger, uid_of_peer
 from phalanx.transport.tcp.loop import Reactor
@@ -442,35 +443,23 @@ def read_own(
     """
     name = f"the {what} file {path} ({variable})"
     try:
-        # Not to wait for a writer, if it is a pipe; asked about the open file, not the name.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with files.reading(path, most, follow=True) as descriptor:
+            problem = _problem(os.fstat(descriptor)) if secret else ""
+            text = os.read(descriptor, most).decode().strip()
     except OSError as error:
-        raise AuthenticationError(
-            f"{name} cannot be read: {error.strerror}"
-            + (f"; {remedy}" if error.errno == errno.EACCES else "")
-        ) from None
-    try:
-        problem = _problem(os.fstat(descriptor), secret=secret)
-        if problem:
-            of_whom = " that only you can read" if secret else ""
-            raise AuthenticationError(f"{name} {problem}; it has to be a file{of_whom}: {remedy}")
-        content = os.read(descriptor, most + 1)
-    finally:
-        os.close(descriptor)
-    if len(content) > most:
-        raise AuthenticationError(f"{name} is longer than {most} bytes")
-    try:
-        return content.decode().strip()
+        also = f"; {remedy}" if error.errno == errno.EACCES else ""
+        raise AuthenticationError(f"{name} cannot be read: {error.strerror}{also}") from None
     except UnicodeDecodeError:
         raise AuthenticationError(f"{name} is not text, as a {what} is: {remedy}") from None
+    if problem:
+        raise AuthenticationError(
+            f"{name} {problem}; it has to be a file that only you can read: {remedy}"
+        )
+    return text
 
 
-def _problem(status: os.stat_result, *, secret: bool) -> str:
-    """Why a file is not fit for a secret, or not fit to be read at all; or ""."""
-    if not stat.S_ISREG(status.st_mode):
-        return "is no ordinary file"
-    if not secret:
-        return ""
+def _problem(status: os.stat_result) -> str:
+    """Why a file is not fit for a secret, or ""."""
     if status.st_uid not in (os.geteuid(), 0):
         return f"belongs to user {status.st_uid}, and this process is user {os.geteuid()}'s"
     mode = stat.S_IMODE(status.st_mode)
