@@ -18,7 +18,7 @@ import logging
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Annotated, Literal, TypeVar
@@ -43,7 +43,7 @@ MOST_KEYS = 1 << 18
 MOST_MEMORY = 64 << 20  # bytes of keys and values, with `_OVERHEAD` for each
 MOST_CLIENTS = 1 << 12  # at a time: a rank is one for a moment, when it meets the others
 _OVERHEAD = 200
-_LONGEST = 2 * MOST_VALUE + 4 * MOST_KEY + 64  # bytes of a message
+_LONGEST = MOST_VALUE + 4 * MOST_KEY + 64  # bytes of a message
 _AT_A_TIME = 64  # requests of one client before the others have a turn
 _CALLERS = 1024  # places for callers that have not proved themselves yet
 _PATIENCE = 60.0  # seconds for a reply
@@ -58,21 +58,16 @@ _Value = Annotated[bytes, msgspec.Meta(max_length=MOST_VALUE)]
 class StoreRequest(msgspec.Struct, array_like=True, frozen=True):
     """What a client asks for.
 
-    get          the value of `key`, or None
-    set          `key` has `value`
-    check        whether `key` has a value: 1 or 0
-    add          the number at `key`, from 0, with `number` added
-    compare_set  `key` has `value` if it had `expected`, or nothing and `expected` is empty; the
-                 value that it has now
-    wait         the value of `key`, as soon as it has one; the next request, of any kind, ends it
-    end          nothing: there is no reply. It ends a `wait`
-    delete       the number of keys that began with `key`, and are no more
+    get   the value of `key`, or None
+    set   `key` has `value`
+    add   the number at `key`, from 0, with `number` added
+    wait  the value of `key`, as soon as it has one; the next request, of any kind, ends it
+    end   nothing: there is no reply. It ends a `wait`
     """
 
-    op: Literal["get", "set", "check", "add", "compare_set", "wait", "end", "delete"]
+    op: Literal["get", "set", "add", "wait", "end"]
     key: _Key = ""
     value: _Value = b""
-    expected: _Value = b""
     number: int = 0
 
 
@@ -151,17 +146,8 @@ class StoreServer(DoorServer):
     def _get(self, request: StoreRequest) -> StoreReply:
         return StoreReply(value=self._values.get(request.key))
 
-    def _check(self, request: StoreRequest) -> StoreReply:
-        return StoreReply(number=int(request.key in self._values))
-
     def _set(self, request: StoreRequest) -> StoreReply:
         return self._put(request.key, request.value) or StoreReply()
-
-    def _compare_set(self, request: StoreRequest) -> StoreReply:
-        now = self._values.get(request.key)
-        if now == request.expected or (now is None and not request.expected):
-            return self._put(request.key, request.value) or StoreReply(value=request.value)
-        return StoreReply(value=request.expected if now is None else now)
 
     def _add(self, request: StoreRequest) -> StoreReply:
         try:
@@ -171,12 +157,6 @@ class StoreServer(DoorServer):
         if abs(number) >= 1 << 63:
             return StoreReply(f"{request.key}: a number of more than 63 bits")
         return self._put(request.key, b"%d" % number) or StoreReply(number=number)
-
-    def _delete(self, request: StoreRequest) -> StoreReply:
-        gone = [key for key in self._values if key.startswith(request.key)]
-        for key in gone:
-            self.memory -= _size(key, self._values.pop(key))
-        return StoreReply(number=len(gone))
 
     def _put(self, key: str, value: bytes) -> StoreReply | None:
         """Set a value, and answer who waits for it; return why there is no room, or None."""
@@ -198,11 +178,8 @@ _OPERATIONS: Mapping[str, Callable[[StoreServer, StoreRequest], StoreReply]] = M
     {
         "get": StoreServer._get,
         "wait": StoreServer._get,
-        "check": StoreServer._check,
         "set": StoreServer._set,
-        "compare_set": StoreServer._compare_set,
         "add": StoreServer._add,
-        "delete": StoreServer._delete,
     }
 )
 
@@ -358,24 +335,9 @@ class StoreClient:
         """Give a key a value."""
         self._ask(StoreRequest("set", key, value.encode() if isinstance(value, str) else value))
 
-    def check(self, keys: Iterable[str]) -> bool:
-        """Return whether all of these keys have a value."""
-        return all(self._ask(StoreRequest("check", key)).number for key in keys)
-
     def add(self, key: str, amount: int) -> int:
         """Add to the number at a key, from 0; return what it is now."""
         return self._ask(StoreRequest("add", key, number=amount)).number
-
-    def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Give a key a value if it has the expected one, or none and "" is expected; return what it
-        has now.
-        """
-        request = StoreRequest("compare_set", key, value.encode(), expected.encode())
-        return self._ask(request).value or b""
-
-    def delete(self, prefix: str) -> int:
-        """Forget all keys that begin so; return how many there were."""
-        return self._ask(StoreRequest("delete", prefix)).number
 
     def _ask(self, request: StoreRequest) -> StoreReply:
         reply = self._exchange(request)
