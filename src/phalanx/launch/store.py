@@ -18,15 +18,13 @@ import logging
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping
 from contextlib import suppress
-from types import MappingProxyType
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from typing_extensions import override
 
-from phalanx.errors import AuthenticationError, BackendUnavailableError, DistributedError, plain
+from phalanx.errors import AuthenticationError, BackendUnavailableError, plain
 from phalanx.launch.server import DoorServer, call
 from phalanx.native.meeting import tries
 from phalanx.transport.tcp.addresses import address_on_interface
@@ -141,13 +139,11 @@ class StoreServer(DoorServer):
 
     def answer(self, request: StoreRequest) -> StoreReply:
         """Return the reply to a request; with the lock held."""
-        return _OPERATIONS[request.op](self, request)
-
-    def _get(self, request: StoreRequest) -> StoreReply:
-        return StoreReply(value=self._values.get(request.key))
-
-    def _set(self, request: StoreRequest) -> StoreReply:
-        return self._put(request.key, request.value) or StoreReply()
+        if request.op == "set":
+            return self._put(request.key, request.value) or StoreReply()
+        if request.op == "add":
+            return self._add(request)
+        return StoreReply(value=self._values.get(request.key))  # get, and wait
 
     def _add(self, request: StoreRequest) -> StoreReply:
         try:
@@ -172,16 +168,6 @@ class StoreServer(DoorServer):
             client.awaits = None
             client.reply(StoreReply(value=value))
         return None
-
-
-_OPERATIONS: Mapping[str, Callable[[StoreServer, StoreRequest], StoreReply]] = MappingProxyType(
-    {
-        "get": StoreServer._get,
-        "wait": StoreServer._get,
-        "set": StoreServer._set,
-        "add": StoreServer._add,
-    }
-)
 
 
 def _size(key: str, value: bytes) -> int:
@@ -288,7 +274,7 @@ def listen_for_store(host: str, port: int) -> socket.socket:
     on all interfaces, and the log says so. `OSError` when the address is taken or another host's.
     """
     own = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
-    means_loopback = is_loopback(own) and not is_loopback(host)
+    both, means_loopback = False, is_loopback(own) and not is_loopback(host)
     if means_loopback and (chosen := address_on_interface()):
         own = chosen
     elif means_loopback:
@@ -299,13 +285,9 @@ def listen_for_store(host: str, port: int) -> socket.socket:
             host,
             own,
         )
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(
-                ("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
-            )
-        own = ""
-    family = socket.AF_INET6 if ":" in own else socket.AF_INET
-    return socket.create_server((own, port), family=family, backlog=1024)
+        own, both = "", socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in own else socket.AF_INET
+    return socket.create_server((own, port), family=family, backlog=1024, dualstack_ipv6=both)
 
 
 # ------------------------------------------------------------------------------
@@ -394,7 +376,7 @@ def connect_store(endpoint: Endpoint, token: str, deadline: float, *, job: str =
     failed: a `BackendUnavailableError`. `AuthenticationError` when the two do not hold the same
     token, or are of two jobs.
     """
-    failure: DistributedError | OSError = TimeoutError()
+    failure: OSError = TimeoutError("no answer")
     key, identity, patience = token.encode(), _identity(job, 1), _FIRST_WAIT
     tls = Tls(key)
     for left in tries(deadline):
@@ -412,6 +394,6 @@ def connect_store(endpoint: Endpoint, token: str, deadline: float, *, job: str =
                     f"{plain(refusal.reason)}"
                 ) from None
     raise BackendUnavailableError(
-        f"the launcher's store cannot be reached at {endpoint} ({failure or 'no answer'}): is the "
-        "launcher of node 0 running, and may this host connect to it?"
-    ) from (failure if isinstance(failure, Exception) else None)
+        f"the launcher's store cannot be reached at {endpoint} ({failure}): is the launcher of "
+        "node 0 running, and may this host connect to it?"
+    ) from failure
