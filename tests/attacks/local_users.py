@@ -1,6 +1,6 @@
 """Another user of this host takes a rank of a job without a token, lies about memory, and so on.
 
-    python tests/attacks/local_users.py [--short]
+    python tests/attacks/local_users.py [--short] [NAME ...]
 
 Needs root, to be two users; it makes a network namespace and a /dev/shm of its own. The victim is
 user 65533, the stranger is user 65534. Each line says in how many of so many runs the job held.
@@ -194,15 +194,18 @@ def main() -> int:
     ):
         subprocess.run(command, check=True)
     runs, lost = (1 if "--short" in sys.argv else 5), 0
+    names = [word for word in sys.argv[1:] if not word.startswith("-")]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)
         (folder / "rank.py").write_text(RANK)
         (folder / "one.py").write_text(FOLDERS)
         for attack in ATTACKS:
-            held = sum(attack(folder) for _ in range(runs))
-            lost += runs - held
-            print(f"{attack.__name__.removeprefix('attack_')}: {held} of {runs}", flush=True)
+            what = attack.__name__.removeprefix("attack_")
+            if not names or what in names:
+                held = sum(attack(folder) for _ in range(runs))
+                lost += runs - held
+                print(f"{what}: {held} of {runs}", flush=True)
     return int(lost > 0)
 
 

@@ -2,9 +2,10 @@
 
     python tests/attacks/run.py [--short] [NAME ...]
 
-Each is a script that prints its own counts, and ends with 1 if an attack succeeded. The table at
-the end has one row a script. Without root, those that need network namespaces or other users say
-that they are skipped.
+Each is a script that prints its own counts, and ends with 1 if an attack succeeded. Those that
+measure how long a job takes to form run alone; the others two at a time, and what they say is shown
+when they have ended. The table at the end has one row a script. Without root, those that need
+network namespaces or other users say that they are skipped.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -36,8 +39,28 @@ SCRIPTS = MappingProxyType(
 )
 """The first eight were written against doors that were open once; the rest held from the start."""
 
+ALONE = ("starts", "store", "a crowd")
+"""Those that compare times."""
+
 APART = ("unshare", "-n", "sh", "-c", 'ip link set lo up; exec "$@"', "sh")
 """What comes before a script that opens ports which strangers of its own call."""
+
+
+def run(name: str, *, short: bool, shown: bool) -> tuple[int, str, str]:
+    """Return its exit code, its row, and what it has said if that is not shown already."""
+    script, brief, long = SCRIPTS[name]
+    words = [sys.executable, str(TESTS / script), *(brief if short else long)]
+    if name == "store" and not os.geteuid():  # the others see to it themselves
+        words = [*APART, *words]
+    begin = time.monotonic()
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    to = None if shown else subprocess.PIPE
+    done = subprocess.run(
+        words, check=False, env=environ, stdout=to, stderr=to and subprocess.STDOUT, text=True
+    )
+    how = "held" if done.returncode == 0 else f"FAILED (exit code {done.returncode})"
+    row = f"{name:18} {how:24} {time.monotonic() - begin:6.1f} s"
+    return done.returncode, row, done.stdout or ""
 
 
 def main(arguments: list[str]) -> int:
@@ -47,21 +70,19 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if unknown := set(options.names) - SCRIPTS.keys():
         parser.error(f"there is no attack {', '.join(sorted(unknown))}")
-    rows, failed = [], 0
-    for name in options.names or SCRIPTS:
-        script, short, long = SCRIPTS[name]
-        words = [sys.executable, str(TESTS / script), *(short if options.short else long)]
-        if name == "store" and not os.geteuid():  # the others see to it themselves
-            words = [*APART, *words]
-        print(f"== {name}", flush=True)
-        begin = time.monotonic()
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        code = subprocess.run(words, check=False, env=environ).returncode
-        failed += code != 0
-        how = "held" if code == 0 else f"FAILED (exit code {code})"
-        rows.append(f"{name:18} {how:24} {time.monotonic() - begin:6.1f} s")
-    print("\n".join(["", *rows]))
-    return int(failed > 0)
+    names, found = options.names or list(SCRIPTS), []
+    for name in names:
+        if name in ALONE:
+            print(f"== {name}", flush=True)
+            found.append(run(name, short=options.short, shown=True))
+    with ThreadPoolExecutor(2) as pool:
+        rest = [name for name in names if name not in ALONE]
+        brief = partial(run, short=options.short, shown=False)
+        for name, ended in zip(rest, pool.map(brief, rest), strict=True):
+            print(f"== {name}\n{ended[2]}", end="", flush=True)
+            found.append(ended)
+    print("\n".join(["", *(row for _, row, _ in found)]))
+    return int(any(code for code, _, _ in found))
 
 
 if __name__ == "__main__":

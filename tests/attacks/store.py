@@ -456,7 +456,7 @@ def at_random_moments(kind: str, count: int) -> int:
         # He takes as much of this machine's time, at a port that is not the job's.
         with decoy() as port:
             hired.begin(port)
-            quiet = statistics.median(formed(Started(kind, place).end()[1]) for _ in range(5))
+            quiet = statistics.median(formed(Started(kind, place).end()[1]) for _ in range(3))
             hired.end()
         for _ in range(count):
             before = listeners()
@@ -501,13 +501,13 @@ def _as_rank_0(kind: str) -> bool:
 
 
 ATTACKS: dict[str, tuple[Callable[[], bool], int, int]] = {  # how often, and in the short form
-    "end": (attack_end, 3, 1),
+    "end": (attack_end, 2, 1),
     "read": (attack_read, 2, 0),
     "memory": (attack_memory, 2, 0),
     "garbage": (attack_garbage, 2, 0),
-    "token": (attack_token, 5, 1),
-    "torchrun_token": (attack_torchrun_token, 5, 1),
-    "local_user": (attack_local_user, 3, 0),
+    "token": (attack_token, 3, 1),
+    "torchrun_token": (attack_torchrun_token, 3, 1),
+    "local_user": (attack_local_user, 2, 0),
 }
 KINDS = ("run", "nodes", "torchrun", "group")
 

@@ -1,6 +1,6 @@
 """TLS between hosts, attacked by who is on the way. Root: hosts are network namespaces.
 
-    python tests/attacks/tls.py [--short]
+    python tests/attacks/tls.py [--short] [NAME ...]
 
     captured     what crosses the wire, by an AF_PACKET socket on the switch between two hosts: none
                  of the tensors that were sent is in it (with PHALANX_TLS=off, all of them are)
@@ -290,7 +290,8 @@ def attack_plain(short: bool) -> tuple[int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--short", action="store_true")
-    short = parser.parse_args().short
+    parser.add_argument("names", nargs="*")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     failed = False
     attacks = [attack_flipped, attack_downgraded, attack_plain]
@@ -299,8 +300,11 @@ def main() -> None:
     else:
         attacks.insert(0, attack_captured)
     for attack in attacks:
-        good, total = attack(short)
-        print(f"{attack.__name__.removeprefix('attack_')}: {good} of {total}", flush=True)
+        name = attack.__name__.removeprefix("attack_")
+        if options.names and name not in options.names:
+            continue
+        good, total = attack(options.short)
+        print(f"{name}: {good} of {total}", flush=True)
         failed |= good < total
     sys.exit(failed)
 

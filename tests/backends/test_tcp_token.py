@@ -131,11 +131,11 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     with pytest.raises(AuthenticationError, match="cannot be read: No such file"):
         find_token({"PHALANX_TOKEN_FILE": str(missing)})
-    with pytest.raises(AuthenticationError, match="is no ordinary file"):
+    with pytest.raises(AuthenticationError, match="cannot be read: it is no regular file"):
         find_token({"PHALANX_TOKEN_FILE": str(tmp_path)})
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe, 0o600)  # opened plainly, it would wait for a writer
-    with pytest.raises(AuthenticationError, match="is no ordinary file"):
+    with pytest.raises(AuthenticationError, match="cannot be read: it is no regular file"):
         find_token({"PHALANX_TOKEN_FILE": str(pipe)})
 
 
@@ -145,7 +145,7 @@ def test_a_file_that_holds_no_text_or_too_much_is_refused(token_file: Path) -> N
         find_token({"PHALANX_TOKEN_FILE": str(token_file)})
     assert "xff" not in str(info.value)
     token_file.write_text("x" * 5000)
-    with pytest.raises(AuthenticationError, match="longer than 4096 bytes"):
+    with pytest.raises(AuthenticationError, match="more than 4,096 bytes"):
         find_token({"PHALANX_TOKEN_FILE": str(token_file)})
 
 

@@ -155,19 +155,8 @@ def test_only_who_holds_the_token_may_look_and_the_job_s_own_is_not_told(
 
 @contextmanager
 def served(folder: WatchFolder) -> Iterator[WatchServer]:
-    """A server of that folder, whose process looks for callers all the time."""
     server = WatchServer(folder, socket.create_server(("127.0.0.1", 0)), TOKEN.encode())
-    over = threading.Event()
-
-    def look() -> None:
-        while not over.wait(0.01):
-            server.accept()
-
-    thread = threading.Thread(target=look)
-    thread.start()
     yield server
-    over.set()
-    thread.join()
     server.close()
 
 

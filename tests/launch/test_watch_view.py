@@ -240,6 +240,7 @@ def test_what_is_no_folder_of_a_job_is_said_so(tmp_path: Path) -> None:
         find_job(str(tmp_path / "none"))
     with pytest.raises(MisuseError, match="one folder, or a list of host:port"):
         find_job(str(tmp_path), "node1:9500")
-    empty = CliRunner().invoke(app, ["watch", str(tmp_path), "--once"])
-    assert isinstance(empty.exception, MisuseError)
-    assert "nothing is published in" in str(empty.exception)
+    for how in ("--once", "--json"):
+        empty = CliRunner().invoke(app, ["watch", str(tmp_path), how])
+        assert isinstance(empty.exception, MisuseError)
+        assert "nothing is published in" in str(empty.exception)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import nn
@@ -19,7 +17,6 @@ from phalanx.tensor.layer import ParallelLayer
 T = TypeVar("T")
 _LONGEST = 4000  # characters of an error, which may quote what was in a file
 _TIMEOUT = 600.0  # seconds: disks are slow, and not all are equally slow
-_ATTEND_EVERY = 0.2  # seconds
 _SHARED = (errors.CheckpointError, errors.MisuseError, errors.UnsupportedOperationError)
 
 
@@ -53,8 +50,7 @@ class CheckpointGroup:
         failure: Exception | None = None
         outcome: tuple[Any, str, str, int | None]  # result, or kind of error, problem and errno
         try:
-            with _attended(self.backend):
-                outcome = (attempt(), "", "", None)
+            outcome = (attempt(), "", "", None)
         except Exception as error:
             failure = error
             kind, problem, number = _described(error, self._folder)
@@ -80,30 +76,6 @@ class CheckpointGroup:
     def on_rank0(self, attempt: Callable[[], T]) -> T:
         """Call `attempt` on rank 0; its result, on every rank. Raises as `on_all` does."""
         return self.on_all(attempt if self.rank == 0 else lambda: None)[0]  # type: ignore[return-value]
-
-
-@contextmanager
-def _attended(backend: Backend | None) -> Iterator[None]:
-    """Check on the other ranks while this one writes or reads files, which is no call that does.
-
-    One that has stopped meanwhile is known when that is done, and not three seconds later.
-    """
-    if backend is None or not backend.has_background:
-        yield
-        return
-    transport, over = backend.engine.transport, threading.Event()
-
-    def attend() -> None:
-        while not over.wait(_ATTEND_EVERY):
-            transport.attend()
-
-    thread = threading.Thread(target=attend, name="phalanx attends to ranks", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def _described(error: Exception, folder: str) -> tuple[str, str, int | None]:

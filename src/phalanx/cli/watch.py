@@ -33,6 +33,7 @@ from typer.core import TyperCommand
 from typing_extensions import override
 
 if TYPE_CHECKING:
+    from phalanx.launch.state import JobState
     from phalanx.tools.watch.nodes import Read
 
 MOST_PORTS = 65535
@@ -91,42 +92,39 @@ def watch_command(
         raise MisuseError("--web shows states on a page: leave --once and --json out")
     read = gather.find_job(*(places or ()))
     where = " ".join(places or ["its folder"])
-    if web is not None:
-        _serve(read, web, where)
-        return
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = terminal.WIDE_ENOUGH
-    if once or not (console.is_terminal or as_json):
-        state = gather.snapshot(read)
-        if state is None:
-            raise MisuseError(f"nothing is published in {where}: is the job over?")
-        typer.echo(terminal.as_json(state)) if as_json else terminal.print_once(state, console)
-        return
+    state: JobState | None = None  # the last one
     try:
-        if as_json:
+        if web is not None:
+            state = _serve(read, web)
+        elif once or not (console.is_terminal or as_json):
+            state = gather.snapshot(read)
+            if state is not None and as_json:
+                typer.echo(terminal.as_json(state))
+            elif state is not None:
+                terminal.print_once(state, console)
+        elif as_json:
             for state in gather.follow(read):
                 typer.echo(terminal.as_json(state))
                 sys.stdout.flush()
-        elif terminal.show(gather.follow(read), console) is None:
-            raise MisuseError(f"nothing is published in {where}: is the job over?")
+        else:
+            state = terminal.show(gather.follow(read), console)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+    if state is None:
+        raise MisuseError(f"nothing is published in {where}: is the job over?")
+    if web is not None:
+        typer.echo(f"the job has ended: {state.ended}; pages that are open go on showing it")
 
 
-def _serve(read: Read, port: int, where: str) -> None:
-    """Show the job on a page until it has ended, or Ctrl-C."""
-    from phalanx.errors import MisuseError  # noqa: PLC0415
+def _serve(read: Read, port: int) -> JobState | None:
+    """Show the job on a page until it has ended; return its last state."""
     from phalanx.tools.watch import gather, web  # noqa: PLC0415
 
     def ready(address: str) -> None:
         typer.echo(f"{address}  (Ctrl-C ends it)")
         sys.stdout.flush()
 
-    try:
-        state = web.serve(gather.follow(read), port, ready=ready)
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    if state is None:
-        raise MisuseError(f"nothing is published in {where}: is the job over?")
-    typer.echo(f"the job has ended: {state.ended}; pages that are open go on showing it")
+    return web.serve(gather.follow(read), port, ready=ready)

@@ -95,9 +95,6 @@ class Transport(ABC):
         It is held in the callback. Not while the rank is in no call; without peers never.
         """
 
-    def attend(self) -> None:  # noqa: B027 - not all need to do a thing
-        """Check on the peers, without waiting. Lock not held."""
-
     # Memory ---------------------------------------------------------------------------------
 
     def shared(self, group: GroupBase) -> SharedGroup | None:

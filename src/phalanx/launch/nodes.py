@@ -164,10 +164,6 @@ class Nodes:
         """Raise why this node cannot go on, if it cannot."""
         if self._error is not None:
             raise self._error
-        if self._server is not None and self._server.problem is not None:
-            raise BackendUnavailableError(
-                f"the launcher's store has ended: {self._server.problem!r}"
-            ) from self._server.problem
 
     def master_port(self, generation: int) -> int:
         """Return the port of rank 0's host that torch's own store has in this generation. It was
@@ -301,7 +297,7 @@ class Nodes:
             try:
                 if store.add(f"phalanx/launchers/{self._node_rank}", 1) == 1:
                     return store
-                self._ending = store.check(["phalanx/log/0/1"])
+                self._ending = store.get("phalanx/log/0/1") is not None
             except BackendUnavailableError as error:  # it ended just now
                 if time.monotonic() > deadline or self._closing.is_set():
                     raise self._alone(str(error)) from error
@@ -383,8 +379,9 @@ class Nodes:
         key, node = "phalanx/watch", self._node_rank
         if not self._watch_token:
             drawn = store.get(key)
-            if self.watched.is_set():
-                drawn = store.compare_set(key, "", secrets.token_hex(32))
+            if not drawn and self.watched.is_set() and store.add(f"{key}/drawn", 1) == 1:
+                drawn = secrets.token_hex(32).encode()
+                store.set(key, drawn)
             if drawn is None:
                 return
             self._watch_token = token_between_nodes(drawn.decode())

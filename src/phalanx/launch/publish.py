@@ -139,8 +139,6 @@ class Publisher:
         """See whether somebody watches. Lock held."""
         if self._engine.closed:
             return
-        if self._server is not None:
-            self._server.accept()
         if self._thread is None and self._folder.is_watched():
             name = f"phalanx rank {self._world.rank} publishes"
             self._thread = threading.Thread(target=self._publish, name=name, daemon=True)

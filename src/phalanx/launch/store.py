@@ -17,23 +17,21 @@ from __future__ import annotations
 import logging
 import socket
 import struct
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
+from typing_extensions import override
 
-from phalanx.errors import AuthenticationError, BackendUnavailableError, DistributedError, plain
+from phalanx.errors import AuthenticationError, BackendUnavailableError, plain
+from phalanx.launch.server import DoorServer, call
 from phalanx.native.meeting import tries
 from phalanx.transport.tcp.addresses import address_on_interface
-from phalanx.transport.tcp.admission import Acceptor, speak
-from phalanx.transport.tcp.loop import LONGEST_SLEEP, READ, WRITE, Reactor
+from phalanx.transport.tcp.loop import READ, WRITE
 from phalanx.transport.tcp.tls import Tls
 from phalanx.wire.control import Endpoint, is_loopback
-from phalanx.wire.handshake import DialerHandshake, Identity, Refused
+from phalanx.wire.handshake import Identity, Refused
 
 log = logging.getLogger("phalanx")
 
@@ -43,7 +41,7 @@ MOST_KEYS = 1 << 18
 MOST_MEMORY = 64 << 20  # bytes of keys and values, with `_OVERHEAD` for each
 MOST_CLIENTS = 1 << 12  # at a time: a rank is one for a moment, when it meets the others
 _OVERHEAD = 200
-_LONGEST = 2 * MOST_VALUE + 4 * MOST_KEY + 64  # bytes of a message
+_LONGEST = MOST_VALUE + 4 * MOST_KEY + 64  # bytes of a message
 _AT_A_TIME = 64  # requests of one client before the others have a turn
 _CALLERS = 1024  # places for callers that have not proved themselves yet
 _PATIENCE = 60.0  # seconds for a reply
@@ -58,21 +56,16 @@ _Value = Annotated[bytes, msgspec.Meta(max_length=MOST_VALUE)]
 class StoreRequest(msgspec.Struct, array_like=True, frozen=True):
     """What a client asks for.
 
-    get          the value of `key`, or None
-    set          `key` has `value`
-    check        whether `key` has a value: 1 or 0
-    add          the number at `key`, from 0, with `number` added
-    compare_set  `key` has `value` if it had `expected`, or nothing and `expected` is empty; the
-                 value that it has now
-    wait         the value of `key`, as soon as it has one; the next request, of any kind, ends it
-    end          nothing: there is no reply. It ends a `wait`
-    delete       the number of keys that began with `key`, and are no more
+    get   the value of `key`, or None
+    set   `key` has `value`
+    add   the number at `key`, from 0, with `number` added
+    wait  the value of `key`, as soon as it has one; the next request, of any kind, ends it
+    end   nothing: there is no reply. It ends a `wait`
     """
 
-    op: Literal["get", "set", "check", "add", "compare_set", "wait", "end", "delete"]
+    op: Literal["get", "set", "add", "wait", "end"]
     key: _Key = ""
     value: _Value = b""
-    expected: _Value = b""
     number: int = 0
 
 
@@ -84,6 +77,9 @@ class StoreReply(msgspec.Struct, array_like=True, frozen=True):
     number: int = 0
 
 
+_Message = TypeVar("_Message", StoreRequest, StoreReply)
+
+
 def _identity(job: str, rank: int) -> Identity:
     return Identity(f"phalanx store {job}", 0, rank, 2)
 
@@ -93,92 +89,61 @@ def _pack(message: StoreRequest | StoreReply) -> bytes:
     return _HEAD.pack(len(content)) + content
 
 
-def _length(received: bytearray) -> int:
-    """Return how many bytes the message has that begins here; 0 where its head has not come."""
-    return _HEAD.unpack_from(received)[0] if len(received) >= _HEAD.size else 0
+def _cut(received: bytearray, kind: type[_Message]) -> _Message | None:
+    """Take the message that begins here; None: it is not whole. ValueError if it is none."""
+    if len(received) < _HEAD.size:
+        return None
+    (length,) = _HEAD.unpack_from(received)
+    if length > _LONGEST:
+        raise ValueError(f"a message of {length} bytes, and the longest has {_LONGEST}")
+    if len(received) < _HEAD.size + length:
+        return None
+    content = bytes(received[_HEAD.size : _HEAD.size + length])
+    del received[: _HEAD.size + length]
+    try:
+        return msgspec.msgpack.decode(content, type=kind)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise ValueError(f"a message that cannot be read: {error}") from None
 
 
 # ------------------------------------------------------------------------------
 # The server.
 
 
-class StoreServer:
-    """A store that this process holds, in a thread, until `close()` (a `Door`).
-
-    listener   where clients call; the server's from now on
-    token      that they have to hold; b"": only this host is let in
-    problem    what has ended the thread, if anything has
-    """
+class StoreServer(DoorServer):
+    """A store that this process holds, in a thread, until `close()`."""
 
     label, callers = "the launcher's store", _CALLERS
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        token: bytes,
-        *,
-        job: str = "",
-        most_clients: int = MOST_CLIENTS,
-        most_keys: int = MOST_KEYS,
-        most_memory: int = MOST_MEMORY,
-    ) -> None:
-        self.token = token
-        self.tls = Tls(token)
-        self.identity = _identity(job, 0)
-        self.reactor = Reactor()
-        self.lock = threading.RLock()
-        self.endpoint = Endpoint(*listener.getsockname()[:2])
-        self.problem: Exception | None = None
+    def __init__(self, listener: socket.socket, token: bytes, *, job: str = "") -> None:
         self.memory = 0
         self.clients: set[_Client] = set()
         self.waiting: dict[str, set[_Client]] = {}
         self._values: dict[str, bytes] = {}
-        self._most = most_clients, most_keys, most_memory
-        self._acceptor = Acceptor(self, listener)
-        self._closed = False
-        self._thread = threading.Thread(target=self._serve, name="phalanx store", daemon=True)
-        self._thread.start()
+        super().__init__(listener, token, _identity(job, 0))
 
+    @override
     def close(self) -> None:
-        """Hang up, and hold the store no more."""
         with self.lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._acceptor.close()
             for client in list(self.clients):
                 client.close()
-            self.reactor.wake()
-        self._thread.join()
-        self.reactor.close()
+        super().close()
 
+    @override
     def admit(self, peer: int) -> str | None:
-        """Return why one who holds the token is turned away all the same, or None."""
-        most = self._most[0]
-        return f"{most} {_FULL}" if len(self.clients) >= most else None
+        return f"{MOST_CLIENTS} {_FULL}" if len(self.clients) >= MOST_CLIENTS else None
 
+    @override
     def link_opened(self, peer: int, sock: socket.socket, surplus: bytes) -> None:
-        """Serve a client that is in."""
         _Client(self, sock, surplus)
 
     def answer(self, request: StoreRequest) -> StoreReply:
         """Return the reply to a request; with the lock held."""
-        return _OPERATIONS[request.op](self, request)
-
-    def _get(self, request: StoreRequest) -> StoreReply:
-        return StoreReply(value=self._values.get(request.key))
-
-    def _check(self, request: StoreRequest) -> StoreReply:
-        return StoreReply(number=int(request.key in self._values))
-
-    def _set(self, request: StoreRequest) -> StoreReply:
-        return self._put(request.key, request.value) or StoreReply()
-
-    def _compare_set(self, request: StoreRequest) -> StoreReply:
-        now = self._values.get(request.key)
-        if now == request.expected or (now is None and not request.expected):
-            return self._put(request.key, request.value) or StoreReply(value=request.value)
-        return StoreReply(value=request.expected if now is None else now)
+        if request.op == "set":
+            return self._put(request.key, request.value) or StoreReply()
+        if request.op == "add":
+            return self._add(request)
+        return StoreReply(value=self._values.get(request.key))  # get, and wait
 
     def _add(self, request: StoreRequest) -> StoreReply:
         try:
@@ -189,49 +154,20 @@ class StoreServer:
             return StoreReply(f"{request.key}: a number of more than 63 bits")
         return self._put(request.key, b"%d" % number) or StoreReply(number=number)
 
-    def _delete(self, request: StoreRequest) -> StoreReply:
-        gone = [key for key in self._values if key.startswith(request.key)]
-        for key in gone:
-            self.memory -= _size(key, self._values.pop(key))
-        return StoreReply(number=len(gone))
-
     def _put(self, key: str, value: bytes) -> StoreReply | None:
         """Set a value, and answer who waits for it; return why there is no room, or None."""
-        _, most_keys, most_memory = self._most
         old = self._values.get(key)
         memory = self.memory + _size(key, value) - (0 if old is None else _size(key, old))
-        if old is None and len(self._values) >= most_keys:
-            return StoreReply(f"{key}: the store is full, it has {most_keys} keys")
-        if memory > most_memory:
-            return StoreReply(f"{key}: the store is full, it has {most_memory} bytes")
+        if old is None and len(self._values) >= MOST_KEYS:
+            return StoreReply(f"{key}: the store is full, it has {MOST_KEYS} keys")
+        if memory > MOST_MEMORY:
+            return StoreReply(f"{key}: the store is full, it has {MOST_MEMORY} bytes")
         self.memory = memory
         self._values[key] = value
         for client in self.waiting.pop(key, ()):
             client.awaits = None
             client.reply(StoreReply(value=value))
         return None
-
-    def _serve(self) -> None:
-        with self.lock:
-            try:
-                while not self._closed:
-                    self.reactor.turn(LONGEST_SLEEP, self.lock)
-            except Exception as error:
-                self.problem = error
-                log.exception("the launcher's store has ended")
-
-
-_OPERATIONS: Mapping[str, Callable[[StoreServer, StoreRequest], StoreReply]] = MappingProxyType(
-    {
-        "get": StoreServer._get,
-        "wait": StoreServer._get,
-        "check": StoreServer._check,
-        "set": StoreServer._set,
-        "compare_set": StoreServer._compare_set,
-        "add": StoreServer._add,
-        "delete": StoreServer._delete,
-    }
-)
 
 
 def _size(key: str, value: bytes) -> int:
@@ -280,7 +216,9 @@ class _Client:
                     break
             else:
                 self.server.reactor.call_later(0.0, self._ready)
-        except OSError:
+        except Exception as error:
+            if not isinstance(error, OSError):  # it costs this client, and no other
+                log.exception("the launcher's store hangs up on a client")
             self.close()
 
     def _send(self) -> None:
@@ -293,26 +231,18 @@ class _Client:
 
     def _take(self) -> bool:
         """Answer the next request; return whether there was one. OSError where it is the last."""
-        while True:
-            length = _length(self._received)
-            if length > _LONGEST:
-                self._end(f"a message of {length} bytes, and the longest has {_LONGEST}")
-                return False
-            if len(self._received) >= _HEAD.size + length:
-                break
-            try:
-                data = self.sock.recv(1 << 16)
-            except BlockingIOError:
-                return False
-            if not data:
-                raise ConnectionError
-            self._received += data
-        content = bytes(self._received[_HEAD.size : _HEAD.size + length])
-        del self._received[: _HEAD.size + length]
         try:
-            request = msgspec.msgpack.decode(content, type=StoreRequest)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-            self._end(f"a request that cannot be read: {error}")
+            while (request := _cut(self._received, StoreRequest)) is None:
+                data = self.sock.recv(1 << 16)
+                if not data:
+                    raise ConnectionError
+                self._received += data
+        except BlockingIOError:
+            return False
+        except ValueError as error:
+            # Say what is wrong, and hang up: what comes behind it cannot be told apart.
+            self._last = True
+            self.reply(StoreReply(str(error)))
             return False
         if self.awaits is not None:
             self._wait_no_more()
@@ -335,11 +265,6 @@ class _Client:
                 self.server.waiting.pop(self.awaits, None)
             self.awaits = None
 
-    def _end(self, error: str) -> None:
-        """Say what is wrong, and hang up: what comes behind it cannot be told apart."""
-        self._last = True
-        self.reply(StoreReply(error))
-
 
 def listen_for_store(host: str, port: int) -> socket.socket:
     """Return a socket that listens where a store of `host` belongs; port 0 is any free one.
@@ -349,7 +274,7 @@ def listen_for_store(host: str, port: int) -> socket.socket:
     on all interfaces, and the log says so. `OSError` when the address is taken or another host's.
     """
     own = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
-    means_loopback = is_loopback(own) and not is_loopback(host)
+    both, means_loopback = False, is_loopback(own) and not is_loopback(host)
     if means_loopback and (chosen := address_on_interface()):
         own = chosen
     elif means_loopback:
@@ -360,13 +285,9 @@ def listen_for_store(host: str, port: int) -> socket.socket:
             host,
             own,
         )
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(
-                ("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
-            )
-        own = ""
-    family = socket.AF_INET6 if ":" in own else socket.AF_INET
-    return socket.create_server((own, port), family=family, backlog=1024)
+        own, both = "", socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in own else socket.AF_INET
+    return socket.create_server((own, port), family=family, backlog=1024, dualstack_ipv6=both)
 
 
 # ------------------------------------------------------------------------------
@@ -396,24 +317,9 @@ class StoreClient:
         """Give a key a value."""
         self._ask(StoreRequest("set", key, value.encode() if isinstance(value, str) else value))
 
-    def check(self, keys: Iterable[str]) -> bool:
-        """Return whether all of these keys have a value."""
-        return all(self._ask(StoreRequest("check", key)).number for key in keys)
-
     def add(self, key: str, amount: int) -> int:
         """Add to the number at a key, from 0; return what it is now."""
         return self._ask(StoreRequest("add", key, number=amount)).number
-
-    def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Give a key a value if it has the expected one, or none and "" is expected; return what it
-        has now.
-        """
-        request = StoreRequest("compare_set", key, value.encode(), expected.encode())
-        return self._ask(request).value or b""
-
-    def delete(self, prefix: str) -> int:
-        """Forget all keys that begin so; return how many there were."""
-        return self._ask(StoreRequest("delete", prefix)).number
 
     def _ask(self, request: StoreRequest) -> StoreReply:
         reply = self._exchange(request)
@@ -451,23 +357,16 @@ class StoreClient:
 
     def _reply(self, deadline: float) -> StoreReply:
         """Return the next reply. OSError; TimeoutError at the deadline, after which it may come."""
-        while True:
-            length = _length(self._received)
-            if length > _LONGEST:
-                raise ConnectionError(f"a reply of {length} bytes, and the longest has {_LONGEST}")
-            if len(self._received) >= _HEAD.size + length:
-                break
-            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
-            data = self._socket.recv(1 << 16)
-            if not data:
-                raise ConnectionError("it has hung up")
-            self._received += data
-        content = bytes(self._received[_HEAD.size : _HEAD.size + length])
-        del self._received[: _HEAD.size + length]
         try:
-            return msgspec.msgpack.decode(content, type=StoreReply)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-            raise ConnectionError(f"a reply that cannot be read: {error}") from None
+            while (reply := _cut(self._received, StoreReply)) is None:
+                self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+                data = self._socket.recv(1 << 16)
+                if not data:
+                    raise ConnectionError("it has hung up")
+                self._received += data
+        except ValueError as error:
+            raise ConnectionError(str(error)) from None
+        return reply
 
 
 def connect_store(endpoint: Endpoint, token: str, deadline: float, *, job: str = "") -> StoreClient:
@@ -477,32 +376,24 @@ def connect_store(endpoint: Endpoint, token: str, deadline: float, *, job: str =
     failed: a `BackendUnavailableError`. `AuthenticationError` when the two do not hold the same
     token, or are of two jobs.
     """
-    failure: DistributedError | OSError = TimeoutError()
-    patience, tls = _FIRST_WAIT, Tls(token.encode())
+    failure: OSError = TimeoutError("no answer")
+    key, identity, patience = token.encode(), _identity(job, 1), _FIRST_WAIT
+    tls = Tls(key)
     for left in tries(deadline):
-        seconds = min(left, patience)
         try:
-            sock = socket.create_connection(endpoint, seconds)
+            return StoreClient(endpoint, *call(endpoint, identity, key, tls, min(left, patience)))
         except OSError as error:
-            failure = error
-            continue
-        try:
-            handshake = DialerHandshake(_identity(job, 1), token.encode(), 0, tls.offer(sock))
-            sock = speak(sock, handshake, handshake.start(), seconds, tls)
-            return StoreClient(endpoint, sock, handshake.surplus)
-        except OSError as error:
-            patience = min(2 * patience, _LAST_WAIT)
+            if isinstance(error, TimeoutError):
+                patience = min(2 * patience, _LAST_WAIT)
             failure = error
         except Refused as refusal:
             failure = ConnectionError(plain(refusal.reason))
-            sock.close()
             if refusal.final and not refusal.reason.endswith(_FULL):
                 raise AuthenticationError(
                     f"the launcher's store at {endpoint} and this process are not of one job: "
                     f"{plain(refusal.reason)}"
                 ) from None
-        sock.close()
     raise BackendUnavailableError(
-        f"the launcher's store cannot be reached at {endpoint} ({failure or 'no answer'}): is the "
-        "launcher of node 0 running, and may this host connect to it?"
-    ) from (failure if isinstance(failure, Exception) else None)
+        f"the launcher's store cannot be reached at {endpoint} ({failure}): is the launcher of "
+        "node 0 running, and may this host connect to it?"
+    ) from failure

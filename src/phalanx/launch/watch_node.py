@@ -133,8 +133,6 @@ class NodeWatch:
         if self._folder is None or (time.monotonic() < self._next and not now):
             return
         self._next = time.monotonic() + PERIOD
-        for server in list(self._servers):
-            server.accept()
         if self._folder.is_watched():
             self._tell_others()
             self._part.ranks = [self._state(rank, output.get(rank.rank, b"")) for rank in ranks]

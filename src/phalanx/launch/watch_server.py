@@ -5,33 +5,32 @@ between the nodes of a job of `phalanx run`.
       | HELLO ... WELCOME (wire/handshake.py): both prove that they hold the token
       | <- one line of JSON, a `JobState`, twice a second, until either end closes
 
-The node only listens. It looks for callers when it looks whether somebody watches, once a second.
-A thread lets them in while there are any, by the rules of an `Acceptor`: whoever proves nothing
-takes no watcher's place. Another thread serves each watcher: it touches the marker in the folder,
-so that the ranks of this host publish, and sends what stands there. A watcher has 2 s to take a
-line; there are `MOST_WATCHERS` at a time.
+The node only listens. A thread lets callers in, by the rules of an `Acceptor`: whoever proves
+nothing takes no watcher's place. Another thread serves each watcher: it touches the marker in the
+folder, so that the ranks of this host publish, and sends what stands there. A watcher has 2 s to
+take a line; there are `MOST_WATCHERS` at a time.
 """
 
 from __future__ import annotations
 
 import hmac
 import re
-import select
 import socket
 import threading
 import time
 from contextlib import suppress
 
 import msgspec
+from typing_extensions import override
 
 from phalanx.errors import AuthenticationError, BackendUnavailableError, MisuseError, plain
+from phalanx.launch.server import DoorServer, call
 from phalanx.launch.state import MOST_BYTES, JobState, bounded
 from phalanx.launch.watch_folder import PERIOD, VARIABLE, WatchFolder
-from phalanx.transport.tcp.admission import MAKE_ONE, PATIENCE, Acceptor, find_token, speak
-from phalanx.transport.tcp.loop import Reactor
+from phalanx.transport.tcp.admission import MAKE_ONE, PATIENCE, find_token
 from phalanx.transport.tcp.tls import Tls
 from phalanx.wire.control import Endpoint, parse_address
-from phalanx.wire.handshake import DialerHandshake, Identity, Refused
+from phalanx.wire.handshake import Identity, Refused
 
 MOST_WATCHERS = 8  # at a time; more are turned away
 _LAST_WORDS = 2 * PERIOD  # seconds that watchers have to take the last state
@@ -60,41 +59,18 @@ def token_for_watchers(place: str) -> bytes:
     return token.encode()
 
 
-class WatchServer:
-    """Serves the folder of a job to watchers on other hosts, who call this listener (a `Door`).
+class WatchServer(DoorServer):
+    """Serves the folder of a job to watchers on other hosts, who call this listener.
 
-    Nothing runs until `accept` has met a caller.
+    Who is connected is served as long as this process lives, also when it has been closed.
     """
 
-    label, callers, identity = "the watched node", MOST_WATCHERS, _NODE
+    label, callers = "the watched node", MOST_WATCHERS
 
     def __init__(self, folder: WatchFolder, listener: socket.socket, token: bytes) -> None:
-        self.token = token
-        self.tls = Tls(token)
-        self.reactor = Reactor()
-        self.endpoint = Endpoint(*listener.getsockname()[:2])
         self._folder = folder
-        self._listener = listener
-        self._lock = threading.RLock()
-        self._acceptor = Acceptor(self, listener)
-        self._thread: threading.Thread | None = None
         self._serving: list[threading.Thread] = []  # one for each watcher
-
-    def accept(self) -> None:
-        """Have those let in who have called since; does not wait."""
-        poll = select.poll()
-        if self._thread is None and self._listener.fileno() >= 0:
-            poll.register(self._listener, select.POLLIN)
-            if poll.poll(0):
-                name = "phalanx watch door"
-                self._thread = threading.Thread(target=self._let_in, name=name, daemon=True)
-                self._thread.start()
-
-    def close(self) -> None:
-        """Listen no more. Who is connected is served as long as this process lives."""
-        with self._lock:
-            self._acceptor.close()
-            self.reactor.close()
+        super().__init__(listener, token, _NODE)
 
     def finish(self) -> None:
         """Listen no more, and wait until the watchers have the last state, a moment at most."""
@@ -103,26 +79,19 @@ class WatchServer:
         for thread in self._serving:
             thread.join(max(deadline - time.monotonic(), 0.0))
 
+    @override
     def admit(self, peer: int) -> str | None:
-        """Return why one who holds the token may not watch now, or None."""
         self._serving = [thread for thread in self._serving if thread.is_alive()]
         if len(self._serving) < MOST_WATCHERS:
             return None
         return f"{MOST_WATCHERS} watch this job already: try again when one of them has left"
 
+    @override
     def link_opened(self, peer: int, sock: socket.socket, surplus: bytes) -> None:
-        """Serve a watcher that is in."""
         name = "phalanx watch server"
         thread = threading.Thread(target=self._serve, args=(sock,), name=name, daemon=True)
-        self._serving.append(thread)
         thread.start()
-
-    def _let_in(self) -> None:
-        with self._lock:
-            self.reactor.turn(0.0, self._lock)
-            while self._acceptor.pending:  # nobody is, once this is closed
-                self.reactor.turn(PERIOD, self._lock)
-            self._thread = None
+        self._serving.append(thread)
 
     def _serve(self, watcher: socket.socket) -> None:
         watcher.settimeout(PATIENCE)
@@ -168,35 +137,24 @@ class RemoteFolder:
     """
 
     def __init__(self, endpoint: Endpoint, token: bytes) -> None:
-        self._received = bytearray()
         self._latest: JobState | None = None
         self.heard = time.monotonic()
         try:
-            self._socket = socket.create_connection(endpoint, PATIENCE)
+            self._socket, surplus = call(endpoint, _WATCHER, token, Tls(token), PATIENCE)
         except OSError as error:
             raise BackendUnavailableError(
                 f"no job can be watched at {endpoint} ({error}): is that what its {VARIABLE} says, "
-                "and does it run? Give a folder, or nothing, for a job of this host"
+                "does it run, and is it not stopped? Give a folder, or nothing, for a job of this "
+                "host"
             ) from error
-        try:
-            tls = Tls(token)
-            handshake = DialerHandshake(_WATCHER, token, _NODE.rank, tls.offer(self._socket))
-            self._socket = speak(self._socket, handshake, handshake.start(), PATIENCE, tls)
-        except TimeoutError as error:
-            self._socket.close()
-            raise BackendUnavailableError(
-                f"{endpoint} takes the call, and says nothing for {PATIENCE:g} s: its process is "
-                "stopped, or its rank is in no call of Phalanx: try again"
-            ) from error
-        except (Refused, OSError) as error:
-            self._socket.close()
-            if isinstance(error, Refused) and error.by_peer:
+        except Refused as error:
+            if error.by_peer:
                 raise BackendUnavailableError(f"the job at {endpoint} says: {error}") from error
             raise AuthenticationError(
                 f"the job at {endpoint} cannot be watched: {error}; the token comes from "
                 "PHALANX_TOKEN or PHALANX_TOKEN_FILE"
             ) from error
-        self._received += handshake.surplus
+        self._received = bytearray(surplus)
 
     def read(self) -> JobState | None:
         """Return the latest state; None when the node has closed the connection."""

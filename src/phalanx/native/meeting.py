@@ -126,16 +126,13 @@ class Words:
         return None
 
     def look_beside(self, key: str, writer: int) -> bool:
-        """Return whether that rank seems to be there, with another token, or with one where this
-        rank has none.
+        """Return whether that rank has a token, where this rank has none. Where it has one, and
+        that rank another, or none, that counts as strange.
         """
         found = self._read(self._prefix + key)
-        if not self._token:
-            return found == _MARK
-        strange = bool(found) and self.look(key, writer) is None
-        if strange:
+        if self._token and found and self.look(key, writer) is None:
             self._ignore(key, writer)
-        return strange
+        return not self._token and found == _MARK
 
     def _read(self, key: str) -> str | None:
         if not self._store.check([key]):
@@ -229,6 +226,7 @@ class Meeting:
         self.timeout = timeout
         self.deadline = time.monotonic() + timeout
         self._own = Presence(host_id(), os.getpid(), world_size, secrets.token_hex(16), gpu)
+        self._word = msgspec.json.encode(self._own).decode()
         self._count = 0
         self._stale = False  # whether rank 0's answer is one to an earlier start of this rank
         self._others: list[Presence] = []  # those of all ranks, on rank 0
@@ -252,15 +250,13 @@ class Meeting:
         last = f"last/{self.rank}"
         before = self._presence(last, self.rank)
         if before is not None and before.host == self._own.host and self._is_twin(before.process):
-            raise MisuseError(
+            raise self._error(
+                MisuseError,
                 f"rank {self.rank} has come to this store already, as process {before.process} "
                 f"of this host, which is alive (this is process {os.getpid()}): do two jobs "
                 "have one MASTER_PORT, or did two processes get one RANK?",
-                rank=self.rank,
-                op=self.op,
             )
-        text = msgspec.json.encode(self._own).decode()
-        self.words.put(last, self.rank, text)
+        self.words.put(last, self.rank, self._word)
         self._come()
         if self.rank:
             return False
@@ -293,8 +289,7 @@ class Meeting:
         """As rank 0, tell all that have come why they do not meet."""
         kind, peer = type(error).__name__, error.peer or 0
         answer = MeetingAnswer(error=kind, reason=str(error)[:_LONGEST_TEXT], peer=peer)
-        ranks = range(1, self.world_size)
-        for rank in ranks:
+        for rank in range(1, self.world_size):
             other = self._presence(self._key(rank), rank)
             if other is not None:
                 self._answer(rank, msgspec.structs.replace(answer, nonce=other.nonce))
@@ -306,15 +301,19 @@ class Meeting:
         except DistributedError:
             raise
         except RuntimeError as error:  # as torch's stores put it
-            raise BackendUnavailableError(
+            raise self._error(
+                BackendUnavailableError,
                 f"rank {self.rank} cannot use the store through which the ranks meet ({error}): is "
                 "the process that holds it alive?",
-                rank=self.rank,
-                op=self.op,
             ) from error
 
+    def _error(
+        self, kind: type[DistributedError], text: str, peer: int | None = None
+    ) -> DistributedError:
+        return kind(text, rank=self.rank, peer=peer, op=self.op)
+
     def _come(self) -> None:
-        self.words.put(self._key(self.rank), self.rank, msgspec.json.encode(self._own).decode())
+        self.words.put(self._key(self.rank), self.rank, self._word)
 
     def _answer(self, rank: int, answer: MeetingAnswer) -> None:
         self.words.put(self._key(f"answer/{rank}"), 0, msgspec.json.encode(answer).decode())
@@ -333,12 +332,11 @@ class Meeting:
 
     def _compare(self, rank: int, other: Presence) -> None:
         if other.world_size != self.world_size:
-            raise InvalidWorldSizeError(
+            raise self._error(
+                InvalidWorldSizeError,
                 f"rank {self.rank} was told that there are {self.world_size} ranks, and rank "
                 f"{rank} that there are {other.world_size}: give all the same world_size",
-                rank=self.rank,
-                peer=rank,
-                op=self.op,
+                rank,
             )
 
     def _hear(self) -> MeetingAnswer:
@@ -349,12 +347,9 @@ class Meeting:
                 self._stale = answer is not None
                 continue
             if answer.error:
-                raise _ERRORS.get(answer.error, DistributedError)(
-                    f"rank {self.rank}: rank 0 says: {plain(answer.reason, _LONGEST_TEXT)}",
-                    rank=self.rank,
-                    peer=answer.peer,
-                    op=self.op,
-                )
+                kind = _ERRORS.get(answer.error, DistributedError)
+                text = f"rank {self.rank}: rank 0 says: {plain(answer.reason, _LONGEST_TEXT)}"
+                raise self._error(kind, text, answer.peer)
             if self.words.trust == "local" and not _is_here(answer.address):
                 raise self._untrusted()
             return answer
@@ -373,31 +368,26 @@ class Meeting:
                 there = self._presence(self._key(writer), writer)
                 if there is not None:  # rank 0 may have left, for what others have told it
                     self._compare(writer, there)
-                if self.words.look_beside(self._key(writer), writer) and not self._has_token():
-                    raise AuthenticationError(
+                if self.words.look_beside(self._key(writer), writer):
+                    raise self._error(
+                        AuthenticationError,
                         f"rank {self.rank} and rank {writer} do not hold the same token: rank "
                         f"{writer} has one, this rank none (PHALANX_TOKEN, on all or none)",
-                        rank=self.rank,
-                        peer=writer,
-                        op=self.op,
+                        writer,
                     )
-
-    def _has_token(self) -> bool:
-        return self.words.trust in ("door", "sealed")
 
     def _presence(self, key: str, rank: int) -> Presence | None:
         found = self.words.look(key, rank)
         return _decode(found, Presence) if found else None
 
-    def _untrusted(self) -> AuthenticationError:
-        return AuthenticationError(
+    def _untrusted(self) -> DistributedError:
+        return self._error(
+            AuthenticationError,
             f"rank {self.rank}: the ranks are on several hosts, and meet through a store that "
             "anybody who reaches it can write to: without a token a stranger could be rank 0. "
             f"Set PHALANX_TOKEN, or PHALANX_TOKEN_FILE, on every host ({MAKE_ONE} makes one); or "
             f"set {TRUST_VARIABLE}=1 on every host: then whoever reaches the store can join the "
             "job, read what its ranks send, and end it",
-            rank=self.rank,
-            op=self.op,
         )
 
     def _is_twin(self, process: int) -> bool:
@@ -405,10 +395,8 @@ class Meeting:
             return False
         try:
             os.kill(process, 0)
-        except (ProcessLookupError, OverflowError):
-            return False
-        except OSError:  # it is another user's
-            return True
+        except (OSError, OverflowError) as error:
+            return isinstance(error, PermissionError)  # it is another user's
         return True
 
     def _nobody(self, rank: int) -> CollectiveTimeoutError:

@@ -36,7 +36,7 @@ import hashlib
 import hmac
 import secrets
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import IntEnum
 from types import MappingProxyType
 from typing import NamedTuple
@@ -97,14 +97,6 @@ class Offer(NamedTuple):
 
 
 NO_OFFER = Offer()
-_PLAIN, _TLS, _DIFFER = "plain", "TLS", "differ"
-_BETWEEN_HOSTS: Mapping[Stance, tuple[str, str, str]] = MappingProxyType(
-    {  # the dialer's stance: what is agreed with an acceptor that is off, cannot, is able
-        Stance.OFF: (_PLAIN, _PLAIN, _DIFFER),
-        Stance.CANNOT: (_PLAIN, _PLAIN, _DIFFER),
-        Stance.ABLE: (_DIFFER, _DIFFER, _TLS),
-    }
-)
 _WITHOUT = MappingProxyType(
     {Stance.OFF: "has PHALANX_TLS=off", Stance.CANNOT: "lacks TLS (pip install 'phalanx[tls]')"}
 )
@@ -115,15 +107,14 @@ def agree(dialer: int, dialers: int, acceptor: int, acceptors: int) -> tuple[boo
 
     Both sides ask it with the same bytes: each one's rank, and its offer's `byte`.
     """
-    if not (dialers | acceptors) & _APART:
+    sides = sorted([(dialers & ~_APART, dialer), (acceptors & ~_APART, acceptor)])
+    (less, without), (more, other) = sides
+    if not (dialers | acceptors) & _APART or more != Stance.ABLE:
         return False, ""
-    stances = Stance(dialers & ~_APART), Stance(acceptors & ~_APART)
-    agreed = _BETWEEN_HOSTS[stances[0]][stances[1]]
-    if agreed != _DIFFER:
-        return agreed == _TLS, ""
-    without, other = (acceptor, dialer) if stances[0] is Stance.ABLE else (dialer, acceptor)
+    if less == Stance.ABLE:
+        return True, ""
     return False, (
-        f"rank {without} {_WITHOUT[min(stances)]}, and rank {other}, on another host, "
+        f"rank {without} {_WITHOUT[Stance(less)]}, and rank {other}, on another host, "
         "speaks TLS: have it, or set PHALANX_TLS=off, on every host"
     )
 

@@ -25,6 +25,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import Protocol
 
+from phalanx import files
 from phalanx.errors import AuthenticationError
 from phalanx.transport.tcp.addresses import BACKLOG, stranger, uid_of_peer
 from phalanx.transport.tcp.loop import Reactor
@@ -196,8 +197,7 @@ class Acceptor:
         """Stop listening, and drop the connections that are not authenticated."""
         self.door.reactor.forget(self.listener)
         self.listener.close()
-        for pending in list(self.pending):
-            self.drop(pending)
+        self._drop_all()
         if max(self._rejected) > TOLD_IN_FULL:
             log.warning(
                 "%s turned away %d unauthenticated callers and %d that said which rank they are "
@@ -205,6 +205,20 @@ class Acceptor:
                 self.door.label,
                 *self._rejected,
             )
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has stopped listening."""
+        return self.listener.fileno() < 0
+
+    def begin_again(self, error: Exception) -> None:
+        """After an error inside: drop the connections that are not authenticated, and listen."""
+        self._drop_all()
+        self._rest(error)
+
+    def _drop_all(self) -> None:
+        for pending in list(self.pending):
+            self.drop(pending)
 
     def drop(self, pending: PendingConnection) -> None:
         """Close a pending connection."""
@@ -287,6 +301,7 @@ class Acceptor:
         # What callers have sent was read before: sockets come before timers in every turn. And
         # after a long absence this rank counts one tick, not many.
         self.now += 1
+        self._ticking = False
         for pending in list(self.pending):
             if pending.born + TICKS > self.now:
                 break
@@ -296,17 +311,17 @@ class Acceptor:
         if self._ticking:
             self.door.reactor.call_later(self.tick, self._tick)
 
-    def _rest(self, error: OSError) -> None:
+    def _rest(self, error: Exception) -> None:
         """No connection can be accepted now, and none can be dropped: try later, do not spin."""
-        reason = f"{error.strerror or error}"
-        if error.errno in OUT_OF:
+        reason = getattr(error, "strerror", None) or repr(error)
+        if getattr(error, "errno", 0) in OUT_OF:
             reason += "; this process may need more (ulimit -n)"
         self._reject(f"a caller, whom it could not accept: {reason}")
         self.door.reactor.forget(self.listener)
         self.door.reactor.call_later(REST, self._listen)
 
     def _listen(self) -> None:
-        if self.listener.fileno() >= 0:  # it is open
+        if not self.closed:
             self.door.reactor.watch(self.listener, self._on_ready)
 
 
@@ -428,35 +443,23 @@ def read_own(
     """
     name = f"the {what} file {path} ({variable})"
     try:
-        # Not to wait for a writer, if it is a pipe; asked about the open file, not the name.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with files.reading(path, most, follow=True) as descriptor:
+            problem = _problem(os.fstat(descriptor)) if secret else ""
+            text = os.read(descriptor, most).decode().strip()
     except OSError as error:
-        raise AuthenticationError(
-            f"{name} cannot be read: {error.strerror}"
-            + (f"; {remedy}" if error.errno == errno.EACCES else "")
-        ) from None
-    try:
-        problem = _problem(os.fstat(descriptor), secret=secret)
-        if problem:
-            of_whom = " that only you can read" if secret else ""
-            raise AuthenticationError(f"{name} {problem}; it has to be a file{of_whom}: {remedy}")
-        content = os.read(descriptor, most + 1)
-    finally:
-        os.close(descriptor)
-    if len(content) > most:
-        raise AuthenticationError(f"{name} is longer than {most} bytes")
-    try:
-        return content.decode().strip()
+        also = f"; {remedy}" if error.errno == errno.EACCES else ""
+        raise AuthenticationError(f"{name} cannot be read: {error.strerror}{also}") from None
     except UnicodeDecodeError:
         raise AuthenticationError(f"{name} is not text, as a {what} is: {remedy}") from None
+    if problem:
+        raise AuthenticationError(
+            f"{name} {problem}; it has to be a file that only you can read: {remedy}"
+        )
+    return text
 
 
-def _problem(status: os.stat_result, *, secret: bool) -> str:
-    """Why a file is not fit for a secret, or not fit to be read at all; or ""."""
-    if not stat.S_ISREG(status.st_mode):
-        return "is no ordinary file"
-    if not secret:
-        return ""
+def _problem(status: os.stat_result) -> str:
+    """Why a file is not fit for a secret, or ""."""
     if status.st_uid not in (os.geteuid(), 0):
         return f"belongs to user {status.st_uid}, and this process is user {os.geteuid()}'s"
     mode = stat.S_IMODE(status.st_mode)

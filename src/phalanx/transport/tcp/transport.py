@@ -210,14 +210,6 @@ class TcpTransport(Transport):
                 self._turn(0.0)
 
     @override
-    def attend(self) -> None:
-        with self.engine.lock:
-            self.look()
-            if not self.engine.closed:
-                self.heartbeat.attend()
-                self.engine.run_ready()
-
-    @override
     def watch(self) -> None:
         # Wake a thread that sleeps without being parked, so that it polls the step and parks.
         domain, driver = self.domain, self._driver
