@@ -212,6 +212,26 @@ def test_local_gives_new_tensors_as_the_others_do():
     assert found[1] is not given[1]
 
 
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_workers_of_a_server_give_to_it_alone_and_take_from_it_alone(p: int):
+    def run(backend: Backend) -> None:
+        server, given = ParameterServer(backend), [torch.ones(200_000), torch.ones(7).double()]
+        backend.counters()
+        server.reduce_gradients(given)
+        server.broadcast_params(given)
+        n, hashes = sum(g.nbytes for g in given), 2 * 8 * p  # of lists, which all ranks compare
+        for peer, counts in backend.counters().peers.items():
+            sent, received = 0, 0
+            if backend.rank == 0:
+                sent, received = 2 * n, n  # the means, and the parameters
+            elif peer == 0:
+                sent, received = n, 2 * n
+            assert sent <= counts.bytes_sent <= sent + hashes
+            assert received <= counts.bytes_received <= received + hashes
+
+    simulate(run, p)
+
+
 def test_the_server_s_parameters_are_everybody_s():
     def run(backend: Backend):
         given = [torch.full((3,), float(backend.rank)), torch.tensor(backend.rank), torch.zeros(0)]

@@ -56,6 +56,24 @@ def test_a_ring_sends_the_least_that_is_possible_from_every_rank(p: int) -> None
     assert sent("all_gather", "ring", 12 * p, p) == [(p - 1) * n // p] * p
 
 
+@pytest.mark.parametrize("p", range(2, 10))
+@pytest.mark.parametrize("count", [7, 100, 1001])
+def test_where_slices_differ_a_ring_sends_a_slice_more_or_less_from_every_rank(
+    count: int, p: int
+) -> None:
+    slice_, share = 4 * -(-count // p), 2 * (p - 1) * 4 * count / p
+    for each in sent("all_reduce", "ring", count, p):
+        assert abs(each - share) <= slice_
+
+
+@pytest.mark.parametrize("algorithm", ["tree", "star"])
+def test_a_tree_and_a_star_send_more_than_a_ring_from_rank_0(algorithm: str) -> None:
+    for p in range(3, 10):
+        first, *others = sent("all_reduce", algorithm, 12 * p, p)
+        assert first > 2 * (p - 1) * 4 * 12
+        assert first >= max(others)
+
+
 @pytest.mark.parametrize("p", range(1, 10))
 def test_direct_sends_as_little_in_one_round_each_way(p: int) -> None:
     n = 4 * 12 * p

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -281,6 +282,10 @@ class ParameterServer(GradientAggregator):
 
     timeout   seconds that a message waits at most; by default the backend's
 
+    A star: a worker sends its gradients' bytes once, to the server alone, and receives as many from
+    it; the server moves p-1 times that. Not where ranks share memory, or a library does the
+    collectives. Ranks compare a hash of their lists, 8 bytes, and exchange these if they differ.
+
     Every rank calls each method, in the same order, with lists alike: `DesyncError` on every rank
     names the first tensor that differs, before any sum. All tensors of a dtype are one message.
     Means that are not finite are returned so, on every rank alike: look before a step with them.
@@ -290,7 +295,9 @@ class ParameterServer(GradientAggregator):
 
     def __init__(self, backend: Backend, *, timeout: float | None = None) -> None:
         self.backend = backend
-        self.timeout = timeout
+        by_messages = not backend.shares_memory and backend.native is None
+        algorithm = "star" if by_messages else "auto"
+        self._options: dict[str, Any] = {"algorithm": algorithm, "timeout": timeout}
 
     def broadcast_params(self, params: Sequence[Tensor]) -> list[Tensor]:
         """The server's parameters, new tensors on every rank. Blocks.
@@ -299,15 +306,15 @@ class ParameterServer(GradientAggregator):
         """
         buckets = self._bucketed(params, "broadcast_params")
         for bucket in buckets:
-            broadcast_(bucket.flat, self.backend, SERVER, timeout=self.timeout)
+            broadcast_(bucket.flat, self.backend, SERVER, **self._options)
         return unbucketed(buckets)
 
     def reduce_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Means over all ranks, by the server: new tensors, the same bits everywhere. Blocks."""
         buckets = self._bucketed(gradients, "reduce_gradients")
         for bucket in buckets:
-            reduce_(bucket.flat, self.backend, SERVER, ReduceOp.MEAN, timeout=self.timeout)
-            broadcast_(bucket.flat, self.backend, SERVER, timeout=self.timeout)
+            reduce_(bucket.flat, self.backend, SERVER, ReduceOp.MEAN, **self._options)
+            broadcast_(bucket.flat, self.backend, SERVER, **self._options)
         return unbucketed(buckets)
 
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -317,7 +324,7 @@ class ParameterServer(GradientAggregator):
     def _bucketed(self, tensors: Sequence[Tensor], method: str) -> list[GradientBucket]:
         listed = checked(tensors, "ParameterServer", self.backend)
         who = f"ParameterServer.{method}"
-        check_same_list(listed, self.backend, who, timeout=self.timeout)
+        check_same_list(listed, self.backend, who, timeout=self._options["timeout"])
         return bucketed(listed)
 
     @staticmethod

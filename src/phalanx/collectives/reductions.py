@@ -56,7 +56,8 @@ def all_reduce(
     timeout     seconds that this rank waits at most; by default the backend's
 
     Blocks until this rank has the result. A ring sends 2(p-1)/p of the tensor's bytes from each
-    of p ranks (Patarasuk & Yuan 2009), which is optimal. Not recorded by autograd. Raises
+    of p ranks, a slice more or less if p does not divide the elements (Patarasuk & Yuan 2009),
+    which is optimal; a tree or star, more from rank 0. Not recorded by autograd. Raises
     `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`; `UnsupportedOperationError` if the
     reduction has no meaning for the dtype.
     """
@@ -120,10 +121,10 @@ def reduce(
     timeout     seconds that this rank waits at most; by default the backend's
 
     Blocks until the root has the result; the others, until their part is done. A tree sends the
-    tensor once from every rank but the root; a ring, and halving, at most (p-1)/p of it and then
-    what is complete to the root, which gets at most 2(p-1)/p of it rather than log2 p times the
-    tensor (Rabenseifner 2004). Not recorded by autograd. Raises `InvalidRankError` for a root that
-    does not exist, `UnsupportedOperationError` if the reduction has no meaning for the dtype;
+    tensor once from every rank but the root; a ring (p-1)/p of it, and then what is complete to the
+    root, which gets 2(p-1)/p of it rather than log2 p times the tensor; so does halving, if p is a
+    power of two (Rabenseifner 2004). Not recorded by autograd. Raises `InvalidRankError` for a root
+    that does not exist, `UnsupportedOperationError` if the reduction has no meaning for the dtype;
     `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
     """
     check_tensor(tensor, backend, "reduce")

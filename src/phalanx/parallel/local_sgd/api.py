@@ -34,8 +34,8 @@ class LocalSGD(PeriodicSync):
     compression  send less in each average: `TopK(0.01)`, `PowerSGD(4)`, ...; a copy is made,
                  `.compression`
 
-    The average is part of `optimizer.step()`, which blocks then; all other steps send nothing. It
-    sends 2(p-1)/p of the parameters' bytes from each of p ranks: per step an H-th of what DDP
+    The average is part of `optimizer.step()`, which blocks then; all other steps send nothing. A
+    ring sends 2(p-1)/p of the parameters' bytes from each of p ranks: per step an H-th of what DDP
     sends. Right after it parameters are the same bits on all ranks; in between each rank has its
     own: `sync()` averages now, `averaged()` only to look. With `every=1` and SGD, with momentum
     too, it is DDP, to rounding.
@@ -133,8 +133,8 @@ class DiLoCo(PeriodicSync):
     now. Its mean over the ranks is the gradient of a step of the outer optimizer, on copies
     that are the same bits on every rank; the module's parameters become those. With
     `SGD(params, lr=1)` that is `LocalSGD`. The step is part of `optimizer.step()` of every H-th
-    step, which blocks then, and sends 2(p-1)/p of the parameters' bytes, or what the compressor
-    makes of them, and 8 bytes, by which the copies are compared. Copies take the parameters'
+    step, which blocks then, and sends what `LocalSGD` does, or what the compressor makes of
+    it, and 8 bytes, by which the copies are compared. Copies take the parameters'
     memory once, the outer optimizer what it keeps.
 
     What `LocalSGD` says of counting, buffers, optimizers, checkpoints and ranks out of step is so
