@@ -10,7 +10,7 @@ import pytest
 import torch
 from clusters import Cluster
 from ddp_models import TiedTransformer, mlp, noise, seeded
-from ddp_runs import assert_same_bits, outcome_of, values
+from ddp_runs import assert_close, assert_same_bits, outcome_of, values
 from fsdp_runs import (
     COMMON,
     COOPERATIVE,
@@ -23,7 +23,7 @@ from fsdp_runs import (
 )
 from torch import Tensor, nn
 
-from phalanx import FSDP, Backend, ShardingStrategy, SizeMismatchError
+from phalanx import FSDP, Backend, MisuseError, ShardingStrategy, SizeMismatchError
 
 RANKS = 3
 way = every_way(WITH_HYBRID)
@@ -206,3 +206,30 @@ def test_torch_save_of_a_local_state_writes_no_more_than_the_shards(where: Clust
     torch.save(large().state_dict(), alone)
     for size in on_ranks(where, RANKS, large, body):
         assert size < alone.tell() / RANKS + 4096
+
+
+@pytest.mark.parametrize("where", [COMMON, MESSAGES], ids=["common", "messages"])
+def test_after_a_backward_pass_that_failed_states_are_those_of_shards(where: Any) -> None:
+    def body(model: nn.Module, backend: Backend) -> None:
+        fsdp = FSDP(model, backend)
+        before, whole = fsdp.state_dict(), fsdp.full_state_dict()
+        output = fsdp(noise(4, 6))
+        output.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            output.sum().backward()
+        assert_close(fsdp.state_dict(), before)
+        assert_close(fsdp.full_state_dict(), whole)
+        fsdp.load_state_dict(whole)
+        assert_close(fsdp.state_dict(), before)
+
+    on_ranks(where, 2, mlp, body)
+
+
+def test_nothing_is_loaded_inside_of_summon_full_params() -> None:
+    def body(model: nn.Module, backend: Backend) -> None:
+        fsdp = FSDP(model, backend)
+        state = fsdp.full_state_dict()
+        with fsdp.summon_full_params(), pytest.raises(MisuseError, match="leave it first"):
+            fsdp.load_state_dict(state)
+
+    on_ranks(COMMON, 2, mlp, body)

@@ -343,7 +343,8 @@ class FSDP(Wrapper):
 
         Copies, since shards are parts of larger memory, all of which `torch.save` would write.
         """
-        state = self.module.state_dict(*args, **kwargs)
+        with self._runtime.swap.shards():
+            state = self.module.state_dict(*args, **kwargs)
         for name, value in state.items():
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
                 state[name] = value.clone()
@@ -359,7 +360,8 @@ class FSDP(Wrapper):
         self._runtime.write_epoch.settle()
         wanted = not rank0_only or self.backend.rank == 0
         full = self._full_values(keep=wanted)
-        local = self.module.state_dict(keep_vars=True) if wanted else {}
+        with self._runtime.swap.shards():
+            local = self.module.state_dict(keep_vars=True) if wanted else {}
         for name, value in local.items():
             if isinstance(value, nn.Parameter) and value in full:
                 local[name] = full[value]
@@ -389,9 +391,13 @@ class FSDP(Wrapper):
         state_dict, own = without_own(state_dict)
         if assign:
             self._refuse("load_state_dict(assign=True) would put other tensors in place of shards")
-        local = self._only_shards(state_dict)
-        with self._runtime.write_epoch.writing("load_state_dict()"):
-            result = self.module.load_state_dict(local, strict=strict)
+        if self._summoned:
+            self._refuse("load_state_dict() inside summon_full_params(): leave it first")
+        runtime = self._runtime
+        with runtime.swap.shards():
+            local = self._only_shards(state_dict)
+            with runtime.write_epoch.writing("load_state_dict()"):
+                result = self.module.load_state_dict(local, strict=strict)
         self.load_own_state(own)
         return result
 

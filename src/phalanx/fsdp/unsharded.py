@@ -24,7 +24,8 @@ SHARDED and UNSHARDED are those of torch's FSDP2.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import torch
@@ -227,6 +228,15 @@ class ParameterSwap:
             self._holders.remove(holder)
             if not self._holders:
                 self._register(unsharded=False)
+
+    @contextmanager
+    def shards(self) -> Iterator[None]:
+        """In here modules have shards, also in a pass, or after one that an error has cut short."""
+        self._register(unsharded=False)
+        try:
+            yield
+        finally:
+            self._register(unsharded=bool(self._holders))
 
     def _register(self, *, unsharded: bool) -> None:
         for at, view, _ in self._swaps:
