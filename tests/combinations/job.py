@@ -79,6 +79,10 @@ class Job:
         self.number = 0
         self.taken = 0  # steps of optimizers
         self.rate = RATE
+        self.outer_momentum = True  # of DiLoCo
+        self.shift = 0  # of the seed, where values come from elsewhere
+        self.device = "cpu"
+        self.first: State = {}  # the whole state before the first step, in one process
         self.model: Any = None
         self.plain: Any = None
         self.call: Any = None
@@ -109,7 +113,7 @@ class Job:
     def begin(self, seed: int) -> None:
         """Build the model, wrap it, and make its optimizers."""
         self.seed = seed
-        with _default_dtype(self.dtype):
+        with _default_dtype(self.dtype), torch.device(self.device):
             torch.manual_seed(seed)
             layers: dict[str, nn.Module] = {"stem": nn.Linear(4, 6), "first": Block()}
             for feature in self.features:
@@ -142,7 +146,9 @@ class Job:
         for feature in self.features:
             feature.prepare(self)
         # The values of rank 0 count where ranks have a model each.
-        self.begin(0 if self.alone else self.way.place(self))
+        self.begin(0 if self.alone else self.way.place(self) + self.shift)
+        if self.alone:
+            self.first = self.whole(self.model)
         with ExitStack() as around:
             for feature in self.features:
                 around.enter_context(feature.training(self))

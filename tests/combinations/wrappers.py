@@ -140,8 +140,12 @@ def outer(parameters: Any, *, momentum: bool = True) -> torch.optim.Optimizer:
 
 
 def diloco(module: nn.Module, backend: phalanx.Backend, **options: Any) -> nn.Module:
-    made = {"outer": outer, **options}
-    return phalanx.DiLoCo(module, backend, every=EVERY, **made)  # type: ignore[arg-type]
+    momentum = "compression" not in options  # without it what was left out may come later
+
+    def made(parameters: Any) -> torch.optim.Optimizer:
+        return outer(parameters, momentum=momentum)
+
+    return phalanx.DiLoCo(module, backend, every=EVERY, outer=made, **options)
 
 
 TWO, GRID = {"data": 2}, {"data": 2, "tensor": 2}

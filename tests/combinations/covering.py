@@ -1,0 +1,39 @@
+"""Sets of features such that every two that fit together are in one of them.
+
+With a wrapper that is every triple (wrapper, feature, feature), in far fewer cells than there are
+triples: a cell with five features has ten pairs of them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import combinations
+
+from feature import Feature, fits
+
+
+def covering(features: Sequence[Feature], width: int, seed: int) -> list[tuple[Feature, ...]]:
+    """Sets of at most `width` features, greedily; the same for the same seed."""
+    draw = random.Random(seed)
+    order = {one: number for number, one in enumerate(features)}
+    left = {frozenset(pair) for pair in combinations(features, 2) if fits(*pair)}
+    found: list[tuple[Feature, ...]] = []
+    while left:
+        first = min(left, key=lambda pair: sorted(order[one] for one in pair))
+        chosen = sorted(first, key=order.__getitem__)
+        others = [one for one in features if one not in first]
+        draw.shuffle(others)
+        while len(chosen) < width:
+            new = {
+                one: sum(frozenset((one, other)) in left for other in chosen)
+                for one in others
+                if one not in chosen and all(fits(one, other) for other in chosen)
+            }
+            best = max(new, key=new.__getitem__, default=None)
+            if best is None or not new[best]:
+                break
+            chosen.append(best)
+        left -= {frozenset(pair) for pair in combinations(chosen, 2)}
+        found.append(tuple(sorted(chosen, key=order.__getitem__)))
+    return found
