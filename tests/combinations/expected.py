@@ -18,11 +18,8 @@ FSDP = "FULL_SHARD* SHARD_GRAD_OP NO_SHARD hybrid *x?FULL_SHARD"
 
 REFUSED = [
     ("LocalSGD* DiLoCo", "unfreezing", "was frozen when the module was wrapped: wrap it after"),
-    (
-        FSDP,
-        "unused on one rank",
-        r"Desync|FSDP (reduces|averages) .* met .* FSDP (reduces|averages)",
-    ),
+    (FSDP, "unused on one rank", "FSDP (reduces|averages) .* met .* FSDP (reduces|averages)"),
+    ("DDP* LocalSGD* DiLoCo 1F1B?x?DDP", "meta device", "was given one on meta"),
     ("1F1B ZB-H1 1F1B?x?tensor", "shared parameters", "are one parameter, and a pipeline would"),
 ]
 

@@ -28,7 +28,8 @@ class Feature:
     of_change   if not 0: what is compared may be off by this share of what training has changed
     fails       it ends in an error: one rank's own, and one on the others that names that rank
     traced      ranks write traces
-    tags        features with a tag in common do not fit together; nor do those that one is `against`
+    free        ranks have threads of their own, which `phalanx.simulate` does not let wait
+    tags        features with one in common do not fit together; nor does one `against` a tag
     slow        takes seconds
     """
 
@@ -39,6 +40,7 @@ class Feature:
     joined: ClassVar[bool] = False
     fails: ClassVar[bool] = False
     traced: ClassVar[bool] = False
+    free: ClassVar[bool] = False
     slow: ClassVar[bool] = False
     tags: frozenset[str] = frozenset()
     against: frozenset[str] = frozenset()

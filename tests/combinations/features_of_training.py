@@ -318,7 +318,7 @@ def compressor(name: str, made: Any) -> None:
 
 COMPRESSED = "compressed"
 compressor("TopK", lambda: phalanx.TopK(0.5))
-compressor("RandomK", lambda: RandomK(0.5))
+compressor("RandomK", lambda: RandomK(0.75))
 compressor("PowerSGD", lambda: phalanx.PowerSGD(4))
 compressor("Quantized", lambda: phalanx.Quantized(bits=8))
 compressor("Half", Half)

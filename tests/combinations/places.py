@@ -14,7 +14,8 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,15 @@ from wrappers import BY_NAME, Way
 import phalanx
 
 MOST = 4  # ranks
-PATIENCE = 60.0  # seconds that a cell may take
+PATIENCE = 60.0  # seconds that a cell may take; the machine may be busy
 TIMEOUT = 20.0  # of backends
 KINDS = {"tcp": phalanx.TcpBackend, "shm": phalanx.SharedMemoryBackend}
 FEATURE = {one.name: one for one in FEATURES}
+
+
+def patience_for(features: Sequence[Feature]) -> float:
+    """Seconds that a cell may take."""
+    return PATIENCE * (5 if any(one.slow for one in features) else 1)
 
 
 class Place:
@@ -43,19 +49,20 @@ class Place:
         """What comes of a cell on each rank; TimeoutError if that never comes."""
         found: list[Any] = []
 
+        free = any(one.free for one in features)
+
         def run() -> None:
             try:
-                found.append(
-                    phalanx.simulate(lambda b: on_rank(way, features, folder, b), way.ranks)
-                )
+                together = in_threads if free else phalanx.simulate
+                found.append(together(lambda b: on_rank(way, features, folder, b), way.ranks))
             except BaseException as error:
                 found.append(error)
 
         thread = threading.Thread(target=run, name="simulate", daemon=True)
         thread.start()
-        thread.join(PATIENCE)
+        thread.join(patience_for(features))
         if not found:
-            raise TimeoutError(f"no end after {PATIENCE:g} s")
+            raise TimeoutError(f"no end after {patience_for(features):g} s")
         if isinstance(found[0], BaseException):
             raise found[0]
         return list(found[0])
@@ -77,6 +84,13 @@ class Place:
         """End what was started for it."""
 
 
+def in_threads(fn: Callable[[Any], Outcome], ranks: int) -> list[Outcome]:
+    """Ranks that are threads, and run as the system lets them."""
+    backends = phalanx.SimulatedBackend.create_group(ranks, timeout=TIMEOUT)
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(fn, backends))
+
+
 class Processes(Place):
     """Worker processes, one a rank."""
 
@@ -85,13 +99,17 @@ class Processes(Place):
         self._workers: list[tuple[Any, Any]] = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        for rank in range(MOST):
-            here, there = context.Pipe()
-            process = context.Process(target=serve, args=(rank, there), daemon=False)
-            process.start()
-            there.close()
-            self._workers.append((process, here))
+        context = multiprocessing.get_context("forkserver")  # which imports torch once for all
+        context.set_forkserver_preload(["places"])
+        with environment(PYTHONPATH=str(Path(__file__).parent)):
+            for rank in range(MOST):
+                here, there = context.Pipe()
+                process = context.Process(target=serve, args=(rank, there), daemon=False)
+                process.start()
+                there.close()
+                self._workers.append((process, here))
+        for _, pipe in self._workers:
+            self._receive(pipe, PATIENCE)  # it is there
 
     def outcomes(self, way: Way, features: Sequence[Feature], folder: Path) -> list[Outcome]:
         if not self._workers:
@@ -101,14 +119,14 @@ class Processes(Place):
         pipes = [pipe for _, pipe in self._workers[: way.ranks]]
         try:
             pipes[0].send_bytes(pickle.dumps((cell, "")))
-            address = self._receive(pipes[0])
+            address = self._receive(pipes[0], PATIENCE)
             for pipe in pipes[1:]:
                 pipe.send_bytes(pickle.dumps((cell, address)))
-            found = [self._receive(pipe) for pipe in pipes]
+            found = [self._receive(pipe, patience_for(features)) for pipe in pipes]
             for pipe in pipes:
                 pipe.send_bytes(b"close")
             for pipe in pipes:
-                self._receive(pipe)
+                self._receive(pipe, PATIENCE)
         except (TimeoutError, EOFError, OSError):
             self.close(kill=True)
             raise
@@ -118,9 +136,9 @@ class Processes(Place):
                 raise one
         return found
 
-    def _receive(self, pipe: Any) -> Any:
-        if not pipe.poll(PATIENCE):
-            raise TimeoutError(f"no end after {PATIENCE:g} s")
+    def _receive(self, pipe: Any, patience: float) -> Any:
+        if not pipe.poll(patience):
+            raise TimeoutError(f"no end after {patience:g} s")
         return pickle.loads(pipe.recv_bytes())
 
     def close(self, *, kill: bool = False) -> None:
@@ -137,6 +155,7 @@ def serve(rank: int, pipe: Any) -> None:
     """Run cells until the pipe is closed."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    pipe.send_bytes(pickle.dumps("ready"))
     while True:
         try:
             (way, names, folder, kind, trace), address = pickle.loads(pipe.recv_bytes())
@@ -158,7 +177,7 @@ def serve(rank: int, pipe: Any) -> None:
                 with environment(PHALANX_TRACE=trace):
                     backend = KINDS[kind](
                         *(rank, BY_NAME[way].ranks, address),
-                        token="combinations",
+                        token="the token of the combinations",
                         timeout=TIMEOUT,
                         listener=listener,
                     )

@@ -4,7 +4,7 @@
     python tests/combinations/run.py --pairs --backend shm  each wrapper with each feature, there
     python tests/combinations/run.py --only DDP --features no_sync,Adam
     python tests/combinations/run.py --pairs --write-docs   and write the table of the docs
-    python tests/combinations/run.py --faults               planted faults: does the table find them?
+    python tests/combinations/run.py --faults               planted faults: are they found?
 
 The exit code is 0 if each cell is right, or refused as `expected.py` says.
 """
@@ -84,9 +84,8 @@ def run(place: Place, cells: Sequence[Cell], *, what: str, verbose: bool) -> dic
             sys.stdout.flush()
     right = sum(verdict.status != WRONG for verdict in found.values())
     took = monotonic() - began
-    print(
-        f"{place.name}: {right} of {len(found)} {what} right or refused, {took:.0f} s", flush=True
-    )
+    print(f"{place.name}: {right} of {len(found)} {what} right or refused, {took:.0f} s")
+    sys.stdout.flush()
     return found
 
 
@@ -97,6 +96,7 @@ def main() -> int:
     ways = [way for way in WAYS if not options.only or way.name in options.only.split(",")]
     names = options.features.split(",") if options.features else []
     features = [one for one in FEATURES if not names or one.name in names]
+    features = [one for one in features if not (options.fast and one.slow)]
     both = not options.pairs and not options.triples
     results: dict[str, dict[Cell, Verdict]] = defaultdict(dict)
     for name in options.backend or PLACES:
@@ -129,6 +129,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--features", default="", help="these features, with commas")
     parser.add_argument("--width", type=int, default=5, help="features in a set (default 5)")
     parser.add_argument("--seed", type=int, default=0, help="of the sets")
+    parser.add_argument("--fast", action="store_true", help="without features that take seconds")
     parser.add_argument("--verbose", action="store_true", help="print each cell")
     return parser.parse_args()
 
