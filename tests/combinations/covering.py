@@ -1,16 +1,20 @@
-"""Sets of features such that every two that fit together are in one of them.
+"""Which cells the table has: pairs (wrapper, feature), and triples (wrapper, feature, feature).
 
-With a wrapper that is every triple (wrapper, feature, feature), in far fewer cells than there are
-triples: a cell with five features has ten pairs of them.
+Triples are covered by sets of features such that every two that fit together are in one of them, in
+far fewer cells than there are triples: a cell with five features has ten pairs of them.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 
+from expected import refusal_of
 from feature import Feature, fits
+from wrappers import Way
+
+Cell = tuple[Way, tuple[Feature, ...]]
 
 
 def covering(features: Sequence[Feature], width: int, seed: int) -> list[tuple[Feature, ...]]:
@@ -37,3 +41,21 @@ def covering(features: Sequence[Feature], width: int, seed: int) -> list[tuple[F
         left -= {frozenset(pair) for pair in combinations(chosen, 2)}
         found.append(tuple(sorted(chosen, key=order.__getitem__)))
     return found
+
+
+def pairs(ways: Sequence[Way], features: Sequence[Feature]) -> Iterator[Cell]:
+    """Each wrapper with each feature that can be asked of it."""
+    for way in ways:
+        for one in features:
+            if not one.lacks(way):
+                yield way, (one,)
+
+
+def triples(
+    ways: Sequence[Way], features: Sequence[Feature], width: int, seed: int
+) -> Iterator[Cell]:
+    """Each wrapper with sets of features in which any two that fit are together."""
+    for way in ways:
+        given = [one for one in features if not one.lacks(way) and not refusal_of(way, [one])]
+        for chosen in covering(given, width, seed):
+            yield way, chosen

@@ -16,6 +16,7 @@ from models import (
     Doubles,
     Functional,
     Narrow,
+    PartlyUnused,
     Unused,
     Words,
     parametrized,
@@ -114,6 +115,14 @@ class UnusedOnOne(UnusedEverywhere):
 
     def layers(self, job: Job, layers: dict[str, nn.Module]) -> None:
         layers["unused"] = Unused(lambda: job.part != 1)
+
+
+@feature("unused in a group", "parameters", tags="unused parts")
+class UnusedInGroup(UnusedOnOne):
+    """Unused on the first rank, which has its shard, beside parameters that all use."""
+
+    def layers(self, job: Job, layers: dict[str, nn.Module]) -> None:
+        layers["unused"] = PartlyUnused(lambda: job.part != 0)
 
 
 @feature("sparse gradients", "parameters", tags="sparse optimizer", against="dense")

@@ -413,7 +413,12 @@ class Tracing(Feature):
 
 @feature("counters", "programs", against="steps passes once twice data bad")
 class CountersRead(Feature):
-    """Steps are counted by themselves, and bytes are."""
+    """Steps are counted by themselves, and operations."""
+
+    def started(self, job: Job, inner: Inner) -> None:
+        inner()
+        if job.backend is not None:
+            job.backend.counters()  # from now on
 
     def finish(self, job: Job, inner: Inner) -> None:
         inner()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from feature import PIPELINE, Feature, Inner, feature
 from job import Job
+from models import Overflows
 from torch import Tensor, nn
 from wrappers import Way
 
@@ -127,57 +128,49 @@ class ClipValue(Feature):
         inner()
 
 
+@feature("GradScaler", "gradients", tags="scaler", against="steps")
 class Scaled(Feature):
-    overflows = False
-
     def started(self, job: Job, inner: Inner) -> None:
         inner()
-        made: Any = torch.amp.GradScaler
         options: dict[str, Any] = {"device": "cpu", "init_scale": 16.0}
-        if job.backend is not None:
-            made = phalanx.GradScaler
-            options["backend"] = job.backend
-        job.kept["scaler"] = made(**options)
+        if job.backend is None:
+            job.kept["scaler"] = torch.amp.GradScaler(**options)
+        else:
+            job.kept["scaler"] = phalanx.GradScaler(job.backend, **options)
 
     def loss(self, job: Job, inner: Inner, out: Tensor, y: Tensor) -> Tensor:
-        loss = inner(out, y)
-        part = 0 if job.way.local or not job.data else 1
-        if job.alone:
-            part = 0 if job.way.local or job.way.parts == 1 else 1
-        if self.overflows and job.number == 1 and (job.part == part or job.way.local):
-            loss = loss * torch.tensor(float("inf"), dtype=loss.dtype)
-        return job.kept["scaler"].scale(loss)  # type: ignore[no-any-return]
+        return job.kept["scaler"].scale(inner(out, y))  # type: ignore[no-any-return]
 
     def update(self, job: Job, inner: Inner) -> None:
         for optimizer in job.optimizers:
             job.kept["scaler"].unscale_(optimizer)
         inner()
-        if job.optimizers or not job.alone:
-            job.kept["scaler"].update()
+        job.kept["scaler"].update()
 
     def optimizer_step(self, job: Job, inner: Inner, optimizer: Any) -> None:
         job.kept["scaler"].step(optimizer)
-
-
-@feature("GradScaler", "gradients", tags="scaler", against="steps")
-class ScaledFinite(Scaled):
-    pass
 
 
 @feature("GradScaler, a step skipped", "gradients", tags="scaler count", against="steps nonfinite")
 class ScaledOverflow(Scaled):
-    """The gradients of one rank overflow in the second step; no rank takes it."""
+    """One element of one gradient overflows on one rank in the second step; no rank takes it."""
 
-    overflows = True
+    def layers(self, job: Job, layers: dict[str, nn.Module]) -> None:
+        def now() -> bool:
+            return job.number == 1 and (
+                job.way.local or job.part == job.way.parts - 1 or job.joined
+            )
+
+        layers["overflows"] = Overflows(now)
+
+    def optimizer_step(self, job: Job, inner: Inner, optimizer: Any) -> None:
+        super().optimizer_step(job, inner, optimizer)
+        if job.number == 1:
+            job.taken -= 1  # which `update` counts
 
     def finish(self, job: Job, inner: Inner) -> None:
         job.check(job.kept["scaler"].get_scale() == 8.0, "the scale did not go down")
         inner()
-
-    def optimizer_step(self, job: Job, inner: Inner, optimizer: Any) -> None:
-        job.kept["scaler"].step(optimizer)
-        if job.number == 1:
-            job.taken -= 1  # which `update` counts
 
 
 @feature("autograd.grad for the input", "gradients", tags="twice")

@@ -70,6 +70,43 @@ class Unused(nn.Module):
         return x + self.inner(x) if self.used() else x
 
 
+class PartlyUnused(Unused):
+    """The same beside a layer that is always used."""
+
+    def __init__(self, used: Callable[[], bool]) -> None:
+        super().__init__(used)
+        self.always = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.always(x))
+
+
+class _Overflow(torch.autograd.Function):
+    """An infinity in the first element of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        grad = grad.clone()
+        grad[0] = float("inf")
+        return grad
+
+
+class Overflows(nn.Module):
+    """A bias, one element of whose gradient overflows when it is asked to: in one shard only."""
+
+    def __init__(self, now: Callable[[], bool]) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+        self.now = now
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (_Overflow.apply(self.bias) if self.now() else self.bias)
+
+
 class Words(nn.Module):
     """An embedding with sparse gradients."""
 
@@ -177,18 +214,3 @@ class Fails(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         raise ArithmeticError("a bad batch")
-
-
-class Raises(nn.Module):
-    """Raises in forward or backward, if it is asked to."""
-
-    def __init__(self, where: str, when: Callable[[], bool]) -> None:
-        super().__init__()
-        self.where, self.when = where, when
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.when() or not torch.is_grad_enabled():
-            return x
-        if self.where == "forward":
-            raise ArithmeticError("a bad batch")
-        return Fails.apply(x)  # type: ignore[no-any-return, no-untyped-call]

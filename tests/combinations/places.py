@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # which optimizers import; here once for all workers
 from cells import WRONG, Outcome, Verdict, judge, on_rank
 from feature import Feature
 from features import FEATURES

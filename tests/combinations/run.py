@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 from time import monotonic
@@ -23,34 +23,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cells import WRONG, Verdict
-from covering import covering
-from expected import refusal_of
+from cells import RIGHT, WRONG, Verdict
+from covering import Cell, pairs, triples
+from faults import FAULTS
 from feature import Feature
 from features import FEATURES
+from page import PAGE, write_page
 from places import Place, place_of
-from wrappers import WAYS, Way
+from wrappers import BY_NAME, WAYS, Way
 
 PLACES = ["simulated", "shm", "tcp"]
-Cell = tuple[Way, tuple[Feature, ...]]
-
-
-def pairs(ways: Sequence[Way], features: Sequence[Feature]) -> Iterator[Cell]:
-    """Each wrapper with each feature that can be asked of it."""
-    for way in ways:
-        for one in features:
-            if not one.lacks(way):
-                yield way, (one,)
-
-
-def triples(
-    ways: Sequence[Way], features: Sequence[Feature], width: int, seed: int
-) -> Iterator[Cell]:
-    """Each wrapper with sets of features in which any two that fit are together."""
-    for way in ways:
-        given = [one for one in features if not one.lacks(way) and not refusal_of(way, [one])]
-        for chosen in covering(given, width, seed):
-            yield way, chosen
 
 
 def smallest(place: Place, way: Way, chosen: tuple[Feature, ...]) -> tuple[Feature, ...]:
@@ -89,10 +71,29 @@ def run(place: Place, cells: Sequence[Cell], *, what: str, verbose: bool) -> dic
     return found
 
 
+def find_faults() -> int:
+    """Plant each fault, and run the cell that is to find it; 0 if all are found."""
+    place, found = place_of("simulated"), 0
+    by_name = {one.name: one for one in FEATURES}
+    for fault in FAULTS:
+        cell = BY_NAME[fault.way], (by_name[fault.feature],)
+        without = place.run(*cell)
+        with fault.planted():
+            planted = place.run(*cell)
+        is_found = without.status == RIGHT and planted.status == WRONG
+        found += is_found
+        said = planted.words[:120] if is_found else f"NOT FOUND {without} {planted}"
+        print(f"{fault.name}: {fault.way} x {fault.feature}: {said}", flush=True)
+    print(f"{found} of {len(FAULTS)} planted faults found")
+    return int(found < len(FAULTS))
+
+
 def main() -> int:
     """Run what is asked for; 0 if nothing is wrong."""
     options = _options()
     torch.set_num_threads(1)
+    if options.faults:
+        return find_faults()
     ways = [way for way in WAYS if not options.only or way.name in options.only.split(",")]
     names = options.features.split(",") if options.features else []
     features = [one for one in FEATURES if not names or one.name in names]
@@ -115,6 +116,8 @@ def main() -> int:
                     results[name].update(run(place, given, what=what, verbose=options.verbose))
         finally:
             place.close()
+    if options.write_docs:
+        write_page(results)
     return int(any(v.status == WRONG for found in results.values() for v in found.values()))
 
 
@@ -129,6 +132,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--features", default="", help="these features, with commas")
     parser.add_argument("--width", type=int, default=5, help="features in a set (default 5)")
     parser.add_argument("--seed", type=int, default=0, help="of the sets")
+    parser.add_argument("--faults", action="store_true", help="plant faults: are they found?")
+    parser.add_argument("--write-docs", action="store_true", help=f"write the table of {PAGE.name}")
     parser.add_argument("--fast", action="store_true", help="without features that take seconds")
     parser.add_argument("--verbose", action="store_true", help="print each cell")
     return parser.parse_args()
