@@ -162,8 +162,8 @@ def judge(way: Way, features: Sequence[Feature], outcomes: Sequence[Outcome]) ->
         problem = _not_told(way, outcomes)
     elif any(outcome.error for outcome in outcomes):
         return _refused(way, features, outcomes)
-    elif (pattern := refusal_of(way, features)) is not None:
-        problem = f"nothing was refused, and {pattern!r} is expected: is it right now?"
+    elif (refusal := refusal_of(way, features)) is not None:
+        problem = f"nothing was refused, and {refusal.text!r} is expected: is it right now?"
     else:
         problem = _differs(features, outcomes, alone(way, tuple(features)), way)
     return Verdict(WRONG, problem) if problem else Verdict(RIGHT)
@@ -173,14 +173,15 @@ def _refused(way: Way, features: Sequence[Feature], outcomes: Sequence[Outcome])
     failed = [outcome for outcome in outcomes if outcome.error]
     first = next((o for o in failed if "the group is broken" not in o.text), failed[0])
     said = f"rank {first.rank}: {first.error}: {first.text}"
-    pattern = refusal_of(way, features)
-    if pattern is None:
+    refusal = refusal_of(way, features)
+    if refusal is None:
         return Verdict(WRONG, _with_more(said, outcomes))
-    if not all(re.search(pattern, o.text, re.DOTALL) for o in outcomes):
-        return Verdict(WRONG, f"not refused by {pattern!r} on every rank: {said}")
+    if not all(re.search(refusal.text, o.text, re.DOTALL) for o in outcomes):
+        return Verdict(WRONG, f"not refused by {refusal.text!r} on every rank: {said}")
     if len({o.error for o in outcomes}) > 1:
         return Verdict(WRONG, f"other errors on other ranks: {[o.error for o in outcomes]}: {said}")
-    if not all(o.unchanged for o in outcomes) or any(o.after for o in outcomes):
+    goes_on = refusal.ends or not any(o.after for o in outcomes)
+    if not (goes_on and all(o.unchanged for o in outcomes)):
         return Verdict(WRONG, _with_more(said, outcomes))
     return Verdict(REFUSED, re.sub(r"^(rank \d+: )+", "", first.text))
 
@@ -205,7 +206,9 @@ def _not_told(way: Way, outcomes: Sequence[Outcome]) -> str:
         said = f"rank {outcome.rank} got {outcome.error or 'no error'}: {outcome.text}"
         if outcome.rank == last and outcome.error != "ArithmeticError":
             return f"not its own error: {said}"
-        if outcome.rank != last and not (outcome.ours and f"rank {last}" in outcome.text):
+        # Among four ranks, one may hear first of another that has ended for that reason.
+        named = f"rank {last}" if way.ranks == 2 else "rank "
+        if outcome.rank != last and not (outcome.ours and named in outcome.text):
             return f"not told of rank {last}: {said}"
     return ""
 

@@ -7,7 +7,7 @@ far fewer cells than there are triples: a cell with five features has ten pairs 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from itertools import combinations
 
 from expected import refusal_of
@@ -52,10 +52,17 @@ def pairs(ways: Sequence[Way], features: Sequence[Feature]) -> Iterator[Cell]:
 
 
 def triples(
-    ways: Sequence[Way], features: Sequence[Feature], width: int, seed: int
+    ways: Sequence[Way],
+    features: Sequence[Feature],
+    width: int,
+    seed: int,
+    wrong: Container[tuple[Way, Feature]] = (),
 ) -> Iterator[Cell]:
-    """Each wrapper with sets of features in which any two that fit are together."""
+    """Each wrapper with sets of features in which any two that fit are together.
+
+    wrong   which features are wrong with a wrapper alone already: they would hide others
+    """
     for way in ways:
-        given = [one for one in features if not one.lacks(way) and not refusal_of(way, [one])]
-        for chosen in covering(given, width, seed):
+        able = [one for one in features if not one.lacks(way) and not refusal_of(way, [one])]
+        for chosen in covering([one for one in able if (way, one) not in wrong], width, seed):
             yield way, chosen

@@ -1,39 +1,54 @@
-"""What is refused, and in which words. Everything else has to be right.
-
-A row: the ways, as a pattern of their names; the feature; a regular expression of the error's text.
-"""
+"""What is refused, and in which words. Everything else has to be right."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from feature import Feature
     from wrappers import Way
 
-FSDP = "FULL_SHARD* SHARD_GRAD_OP NO_SHARD hybrid *x?FULL_SHARD"
 
+class Refusal(NamedTuple):
+    """What is refused.
+
+    ways     patterns of names, with spaces between them; `?` stands for a space in a name
+    feature  its name
+    text     a regular expression of the error's text, the same on every rank
+    ends     the group is over after it: ranks have done different things, and noticed
+    """
+
+    ways: str
+    feature: str
+    text: str
+    ends: bool = False
+
+
+FSDP = "FULL_SHARD* SHARD_GRAD_OP NO_SHARD hybrid *x?FULL_SHARD"
+STAGES = "1F1B* ZB-H1*"
 REFUSED = [
-    ("LocalSGD* DiLoCo", "unfreezing", "was frozen when the module was wrapped: wrap it after"),
-    (FSDP, "unused on one rank", "FSDP (reduces|averages) .* met .* FSDP (reduces|averages)"),
-    ("DDP* LocalSGD* DiLoCo 1F1B?x?DDP", "meta device", "was given one on meta"),
-    ("1F1B ZB-H1 1F1B?x?tensor", "shared parameters", "are one parameter, and a pipeline would"),
+    Refusal("LocalSGD* DiLoCo", "unfreezing", "frozen when the module was wrapped: wrap it after"),
+    Refusal(FSDP, "unused on one rank", "FSDP (reduces|averages).* met .*FSDP", ends=True),
+    Refusal("DDP* LocalSGD* DiLoCo 1F1B?x?DDP", "meta device", "was given one on meta"),
+    Refusal("1F1B ZB-H1", "meta device", "is on the meta device, and this rank trains stage"),
+    Refusal("1F1B ZB-H1 1F1B?x?tensor", "shared parameters", "are one parameter, and a pipeline"),
+    Refusal("ZB-H1?x?FULL_SHARD", "shared parameters", "is in another FSDP already"),
 ]
 
 
 @cache
-def _rows(way: str) -> dict[str, str]:
+def _rows(way: str) -> dict[str, Refusal]:
     return {
-        feature: text
-        for ways, feature, text in REFUSED
-        if any(fnmatchcase(way, pattern) for pattern in ways.split())
+        row.feature: row
+        for row in REFUSED
+        if any(fnmatchcase(way, pattern) for pattern in row.ways.split())
     }
 
 
-def refusal_of(way: Way, features: Sequence[Feature]) -> str | None:
-    """What the error has to say, if one of these features is refused."""
+def refusal_of(way: Way, features: Sequence[Feature]) -> Refusal | None:
+    """The refusal that one of these features meets, if there is one."""
     rows = _rows(way.name)
     return next((rows[one.name] for one in features if one.name in rows), None)

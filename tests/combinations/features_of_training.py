@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from feature import PIPELINE, Feature, Inner, feature
-from job import Job
+from job import STEPS, Job
 from models import Overflows
 from torch import Tensor, nn
 from wrappers import Way
@@ -290,7 +290,8 @@ class Compressed(Feature):
         return "" if way.kind else "it averages nothing"
 
     def prepare(self, job: Job) -> None:
-        job.steps, job.rate, job.outer_momentum = job.steps + FLUSHES, 1e-3, False
+        job.steps += FLUSHES * (2 if job.way.local else 1)
+        job.rate, job.outer_momentum = 1e-3, False
 
     def options(self, job: Job, inner: Inner) -> dict[str, Any]:
         return {**inner(), "compression": phalanx.ErrorFeedback(self.made())}
@@ -299,7 +300,7 @@ class Compressed(Feature):
         return [torch.optim.SGD(given, lr=job.rate)] if given else []
 
     def step(self, job: Job, inner: Inner) -> None:
-        job.factor = float(job.number < job.steps - FLUSHES)
+        job.factor = float(job.number < STEPS)
         inner()
 
 

@@ -101,19 +101,15 @@ def main() -> int:
     both = not options.pairs and not options.triples
     results: dict[str, dict[Cell, Verdict]] = defaultdict(dict)
     for name in options.backend or PLACES:
-        place = place_of(name)
+        place, found = place_of(name), results[name]
         try:
-            for asked, what, cells in (
-                (options.pairs or both, "pairs", lambda: pairs(ways, features)),
-                (
-                    options.triples or both,
-                    "sets of features",
-                    lambda: triples(ways, features, options.width, options.seed),
-                ),
-            ):
-                if asked:
-                    given = list(cells())
-                    results[name].update(run(place, given, what=what, verbose=options.verbose))
+            if options.pairs or both:
+                cells = list(pairs(ways, features))
+                found |= run(place, cells, what="pairs", verbose=options.verbose)
+            if options.triples or both:
+                wrong = {(way, one[0]) for (way, one), v in found.items() if v.status == WRONG}
+                cells = list(triples(ways, features, options.width, options.seed, wrong))
+                found |= run(place, cells, what="sets of features", verbose=options.verbose)
         finally:
             place.close()
     if options.write_docs:

@@ -113,7 +113,7 @@ def test_every_two_features_that_fit_are_together_in_a_set() -> None:
 
 def test_what_is_refused_is_in_the_table() -> None:
     names = {one.name for one in FEATURES}
-    assert {feature for _, feature, _ in REFUSED} <= names
+    assert {row.feature for row in REFUSED} <= names
     assert len(names) == len(FEATURES)
 
 
