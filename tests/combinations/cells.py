@@ -174,6 +174,8 @@ def _refused(way: Way, features: Sequence[Feature], outcomes: Sequence[Outcome])
     first = next((o for o in failed if "the group is broken" not in o.text), failed[0])
     said = f"rank {first.rank}: {first.error}: {first.text}"
     refusal = refusal_of(way, features)
+    if refusal is None and {o.error for o in outcomes} == {_error_alone(way, features)}:
+        return Verdict(RIGHT)  # as torch has it
     if refusal is None:
         return Verdict(WRONG, _with_more(said, outcomes))
     if not all(re.search(refusal.text, o.text, re.DOTALL) for o in outcomes):
@@ -184,6 +186,15 @@ def _refused(way: Way, features: Sequence[Feature], outcomes: Sequence[Outcome])
     if not (goes_on and all(o.unchanged for o in outcomes)):
         return Verdict(WRONG, _with_more(said, outcomes))
     return Verdict(REFUSED, re.sub(r"^(rank \d+: )+", "", first.text))
+
+
+def _error_alone(way: Way, features: Sequence[Feature]) -> str:
+    """The class of the error that the program raises in one process; "" if it raises none."""
+    try:
+        alone(way, tuple(features))
+    except Exception as error:
+        return type(error).__name__
+    return ""
 
 
 def _with_more(said: str, outcomes: Sequence[Outcome]) -> str:

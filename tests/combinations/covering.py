@@ -64,5 +64,6 @@ def triples(
     """
     for way in ways:
         able = [one for one in features if not one.lacks(way) and not refusal_of(way, [one])]
+        able = [one for one in able if one.name != "plain"]
         for chosen in covering([one for one in able if (way, one) not in wrong], width, seed):
             yield way, chosen

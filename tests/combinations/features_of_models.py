@@ -134,7 +134,7 @@ class Sparse(Feature):
         return [torch.optim.SGD(given, lr=job.rate)]
 
 
-@feature("complex parameters", "parameters", tags="complex")
+@feature("complex parameters", "parameters", tags="complex", against="compressed")
 class ComplexParameters(Feature):
     def layers(self, job: Job, layers: dict[str, nn.Module]) -> None:
         layers["complex"] = Complex()

@@ -251,7 +251,7 @@ class Adam(Feature):
         return [torch.optim.Adam(given, lr=0.01, eps=1e-3)] if given else []
 
 
-@feature("several optimizers", "optimizers", tags="optimizer", against="steps")
+@feature("several optimizers", "optimizers", tags="optimizer several", against="steps")
 class Several(Feature):
     def make_optimizers(self, job: Job, inner: Inner, given: list[Any]) -> Any:
         last = {id(p) for n, p in job.model.named_parameters() if n.startswith("head")}
@@ -289,8 +289,12 @@ class Compressed(Feature):
     def lacks(self, way: Way) -> str:
         return "" if way.kind else "it averages nothing"
 
+    def flushes(self, job: Job) -> int:
+        """Steps after those of training; DiLoCo's outer steps are after every second one."""
+        return 2 * FLUSHES if job.way.name == "DiLoCo" else FLUSHES
+
     def prepare(self, job: Job) -> None:
-        job.steps += FLUSHES * (2 if job.way.local else 1)
+        job.steps += self.flushes(job)
         job.rate, job.outer_momentum = 1e-3, False
 
     def options(self, job: Job, inner: Inner) -> dict[str, Any]:
