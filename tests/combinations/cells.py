@@ -1,6 +1,6 @@
 """A cell of the table: what a program with some features comes to on ranks; is it right?
 
-right      every rank has the values of one process
+right      every rank has the values of one process, or raises what that raises
 refused    every rank raises the error that `expected.py` has, before a parameter has changed,
            and the group goes on
 wrong      anything else

@@ -18,7 +18,10 @@ Cell = tuple[Way, tuple[Feature, ...]]
 
 
 def covering(features: Sequence[Feature], width: int, seed: int) -> list[tuple[Feature, ...]]:
-    """Sets of at most `width` features, greedily; the same for the same seed."""
+    """Sets of at most `width` features, greedily; the same for the same seed.
+
+    Sets with a feature that takes seconds are twice as wide, so that there are fewer of them.
+    """
     draw = random.Random(seed)
     order = {one: number for number, one in enumerate(features)}
     left = {frozenset(pair) for pair in combinations(features, 2) if fits(*pair)}
@@ -28,7 +31,7 @@ def covering(features: Sequence[Feature], width: int, seed: int) -> list[tuple[F
         chosen = sorted(first, key=order.__getitem__)
         others = [one for one in features if one not in first]
         draw.shuffle(others)
-        while len(chosen) < width:
+        while len(chosen) < width * (2 if any(one.slow for one in chosen) else 1):
             new = {
                 one: sum(frozenset((one, other)) in left for other in chosen)
                 for one in others

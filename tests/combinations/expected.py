@@ -35,6 +35,7 @@ REFUSED = [
     Refusal("DDP* LocalSGD* DiLoCo 1F1B?x?DDP", "meta device", "was given one on meta"),
     Refusal("1F1B ZB-H1", "meta device", "is on the meta device, and this rank trains stage"),
     Refusal("1F1B ZB-H1 1F1B?x?tensor", "shared parameters", "are one parameter, and a pipeline"),
+    Refusal("1F1B?x?DDP", "unused on one rank", "DDP's pass.* met .*DDP's pass", ends=True),
     Refusal("ZB-H1?x?FULL_SHARD", "shared parameters", "is in another FSDP already"),
 ]
 

@@ -86,7 +86,7 @@ class Frozen(Feature):
         return model
 
 
-@feature("unfreezing", "parameters", tags="frozen", against="unnamed")
+@feature("unfreezing", "parameters", tags="frozen")
 class Unfreezing(Frozen):
     """A layer is frozen in the first step, and trained afterwards."""
 
@@ -114,7 +114,7 @@ class UnusedOnOne(UnusedEverywhere):
         return NO_DATA if way.parts == 1 else ""
 
     def layers(self, job: Job, layers: dict[str, nn.Module]) -> None:
-        layers["unused"] = Unused(lambda: job.part != 1)
+        layers["unused"] = Unused(lambda: job.part != 1 or not torch.is_grad_enabled())
 
 
 @feature("unused in a group", "parameters", tags="unused parts")
@@ -122,7 +122,7 @@ class UnusedInGroup(UnusedOnOne):
     """Unused on the first rank, which has its shard, beside parameters that all use."""
 
     def layers(self, job: Job, layers: dict[str, nn.Module]) -> None:
-        layers["unused"] = PartlyUnused(lambda: job.part != 0)
+        layers["unused"] = PartlyUnused(lambda: job.part != 0 or not torch.is_grad_enabled())
 
 
 @feature("sparse gradients", "parameters", tags="sparse optimizer", against="dense")
@@ -143,7 +143,7 @@ class ComplexParameters(Feature):
 # Layers ---------------------------------------------------------------------------------------
 
 
-@feature("SyncBatchNorm", "layers", against="parts data")
+@feature("SyncBatchNorm", "layers", tags="stateful", against="parts data second twice")
 class SyncBatchNorm(Feature):
     joined = True
 
@@ -162,7 +162,7 @@ class SyncBatchNorm(Feature):
         return model if job.data is None else phalanx.convert_sync_batchnorm(model, job.data)
 
 
-@feature("buffers", "layers")
+@feature("buffers", "layers", tags="stateful buffered", against="noted twice bad")
 class Buffers(Feature):
     """DDP takes rank 0's in each pass; FSDP leaves them alone; LocalSGD takes their mean."""
 
@@ -266,7 +266,11 @@ class HooksAfter(Feature):
                 parameter.register_hook(lambda gradient: 2 * gradient)
 
 
-@feature("register_post_accumulate_grad_hook", "hooks", against="passes backward unused frozen")
+@feature(
+    "register_post_accumulate_grad_hook",
+    "hooks",
+    against="passes backward unused frozen bad twice second",
+)
 class PostAccumulate(Feature):
     """Called once for each parameter in each step."""
 

@@ -42,7 +42,7 @@ def evaluated(job: Job, model: Any) -> Tensor:
 # Evaluation and copies ----------------------------------------------------------------------------
 
 
-@feature("evaluation", "programs", against="norm")
+@feature("evaluation", "programs", tags="noted")
 class Evaluation(Feature):
     """Before each step, in eval mode and without gradients."""
 
@@ -54,12 +54,12 @@ class Evaluation(Feature):
         inner()
 
 
-@feature("inference_mode", "programs", against="norm")
+@feature("inference_mode", "programs", tags="noted")
 class InferenceMode(Evaluation):
     mode = torch.inference_mode
 
 
-@feature("deepcopy", "programs", against="norm copied")
+@feature("deepcopy", "programs", tags="noted")
 class Deepcopy(Feature):
     def step(self, job: Job, inner: Inner) -> None:
         if job.number == 1:
@@ -71,7 +71,7 @@ class Deepcopy(Feature):
             inner()
 
 
-@feature("AveragedModel", "programs", tags="average", against="norm copied")
+@feature("AveragedModel", "programs", tags="average")
 class Averaged(Feature):
     """A moving average of the parameters, by torch."""
 
@@ -200,7 +200,7 @@ class Pretrained(CheckpointOfOne):
         phalanx.load_pretrained(job.folder / "one", job.model, backend=job.backend)
 
 
-@feature("meta device", "programs", tags="loads", against="complex buffered frozen")
+@feature("meta device", "programs", tags="loads", against="complex buffered frozen stateful")
 class Meta(Pretrained):
     """Built on the meta device, wrapped, and loaded from files."""
 
@@ -270,7 +270,7 @@ class Workers(Feature):
 
 @feature("DataLoader, fork", "programs", tags="loader")
 class Forked(Workers):
-    slow = True
+    pass
 
 
 @feature("DataLoader, spawn", "programs", tags="loader")
@@ -353,7 +353,9 @@ class FailsInBackward(OneFails):
     where = "backward"
 
 
-@feature("one rank fails in step", "errors", tags="bad fails", against="stateful compiled steps")
+@feature(
+    "one rank fails in step", "errors", tags="bad fails", against="stateful compiled steps scaler"
+)
 class FailsInStep(OneFails):
     where = "step"
 
@@ -434,7 +436,7 @@ class CountersRead(Feature):
 # Other packages -----------------------------------------------------------------------------------
 
 
-@feature("LoRA by peft", "layers", tags="frozen", against="unnamed norm complex")
+@feature("LoRA by peft", "layers", tags="frozen lora", against="complex")
 class Lora(Feature):
     def lacks(self, way: Way) -> str:
         if importlib.util.find_spec("peft") is None:

@@ -63,7 +63,7 @@ class ZeroGrad(Feature):
         inner(set_to_none=False)
 
 
-@feature("join", "training", tags="data", against="count")
+@feature("join", "training", tags="data", against="count noted rebuilds buffered")
 class JoinFeature(Feature):
     """The last rank has one batch less."""
 
@@ -145,13 +145,18 @@ class Scaled(Feature):
         for optimizer in job.optimizers:
             job.kept["scaler"].unscale_(optimizer)
         inner()
+        scale = job.kept["scaler"].get_scale()
         job.kept["scaler"].update()
+        factor = job.kept["scaler"].get_scale() / scale
+        for part in job.model.modules():
+            if factor != 1 and getattr(part, "compression", None) is not None:
+                part.compression.scale_(factor)  # what is left over has that scale
 
     def optimizer_step(self, job: Job, inner: Inner, optimizer: Any) -> None:
         job.kept["scaler"].step(optimizer)
 
 
-@feature("GradScaler, a step skipped", "gradients", tags="scaler count", against="steps nonfinite")
+@feature("GradScaler, a step skipped", "gradients", tags="scaler count", against="steps")
 class ScaledOverflow(Scaled):
     """One element of one gradient overflows on one rank in the second step; no rank takes it."""
 
@@ -202,7 +207,7 @@ class Penalty(Feature):
         return inner(out, y) + job.kept.pop("penalty") * job.factor  # type: ignore[no-any-return]
 
 
-@feature("autograd.grad for parameters", "gradients", tags="second parts", against="unnamed")
+@feature("autograd.grad for parameters", "gradients", tags="second parts", against="lora")
 class ParameterGradient(Feature):
     """The norm of a rank's own gradient is a part of its loss: a backward of a backward."""
 
@@ -309,12 +314,11 @@ class Compressed(Feature):
 
 
 def compressor(name: str, made: Any) -> None:
-    tags, against = f"{COMPRESSED} optimizer data", "nonlinear nonfinite rounding unnamed"
+    tags, against = f"{COMPRESSED} optimizer data", "nonlinear rounding noted"
     kind = type("Row", (Compressed,), {"made": staticmethod(made)})
     feature(name, "compression", tags=tags, against=against)(kind)
 
 
-COMPRESSED = "compressed"
 compressor("TopK", lambda: phalanx.TopK(0.5))
 compressor("RandomK", lambda: RandomK(0.75))
 compressor("PowerSGD", lambda: phalanx.PowerSGD(4))
