@@ -314,7 +314,7 @@ class Compressed(Feature):
 
 
 def compressor(name: str, made: Any) -> None:
-    tags, against = f"{COMPRESSED} optimizer data", "nonlinear rounding noted"
+    tags, against = "compressed optimizer data", "nonlinear rounding noted"
     kind = type("Row", (Compressed,), {"made": staticmethod(made)})
     feature(name, "compression", tags=tags, against=against)(kind)
 
