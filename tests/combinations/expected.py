@@ -33,6 +33,7 @@ REFUSED = [
     Refusal("LocalSGD* DiLoCo", "unfreezing", "frozen when the module was wrapped: wrap it after"),
     Refusal(FSDP, "unused on one rank", "FSDP (reduces|averages).* met .*FSDP", ends=True),
     Refusal("DDP* LocalSGD* DiLoCo 1F1B?x?DDP", "meta device", "was given one on meta"),
+    Refusal("FULL_SHARD?x?tensor", "meta device", "no reset_parameters.* to give them values"),
     Refusal("1F1B ZB-H1", "meta device", "is on the meta device, and this rank trains stage"),
     Refusal("1F1B ZB-H1 1F1B?x?tensor", "shared parameters", "are one parameter, and a pipeline"),
     Refusal("1F1B?x?DDP", "unused on one rank", "DDP's pass.* met .*DDP's pass", ends=True),
