@@ -34,8 +34,15 @@ REFUSED = [
     Refusal(FSDP, "unused on one rank", "FSDP (reduces|averages).* met .*FSDP", ends=True),
     Refusal("DDP* LocalSGD* DiLoCo 1F1B?x?DDP", "meta device", "was given one on meta"),
     Refusal("FULL_SHARD?x?tensor", "meta device", "no reset_parameters.* to give them values"),
-    Refusal("1F1B ZB-H1", "meta device", "is on the meta device, and this rank trains stage"),
+    Refusal(
+        "1F1B ZB-H1 1F1B?x?tensor",
+        "meta device",
+        "is on the meta device, and this rank trains stage",
+    ),
     Refusal("1F1B ZB-H1 1F1B?x?tensor", "shared parameters", "are one parameter, and a pipeline"),
+    Refusal("ZB-H1?x?FULL_SHARD", "unused in a group", "FSDP reduces.* met .*FSDP", ends=True),
+    Refusal("1F1B?x?DDP", "shared parameters", "another DDP averages the gradients of"),
+    Refusal("1F1B?x?DDP", "unused in a group", "DDP's pass.* met .*DDP's pass", ends=True),
     Refusal("1F1B?x?DDP", "unused on one rank", "DDP's pass.* met .*DDP's pass", ends=True),
     Refusal("ZB-H1?x?FULL_SHARD", "shared parameters", "is in another FSDP already"),
 ]

@@ -229,7 +229,7 @@ class Job:
     def clip(self, max_norm: float) -> Tensor:
         """Clip the norm of all gradients, as this wrapper's page in the docs says."""
         clip: Any = torch.nn.utils.clip_grad_norm_
-        if self.alone or self.way.local:
+        if self.alone or (self.way.local and not self.way.tensor):
             return clip(list(self.model.parameters()), max_norm)  # type: ignore[no-any-return]
         if hasattr(phalanx, "clip_grad_norm_"):
             return phalanx.clip_grad_norm_(self.model, max_norm)  # type: ignore[no-any-return]
