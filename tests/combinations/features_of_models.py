@@ -134,7 +134,7 @@ class Sparse(Feature):
         return [torch.optim.SGD(given, lr=job.rate)]
 
 
-@feature("complex parameters", "parameters", tags="complex", against="compressed")
+@feature("complex parameters", "parameters", tags="complex", against="compressed scaler")
 class ComplexParameters(Feature):
     def layers(self, job: Job, layers: dict[str, nn.Module]) -> None:
         layers["complex"] = Complex()
@@ -162,7 +162,7 @@ class SyncBatchNorm(Feature):
         return model if job.data is None else phalanx.convert_sync_batchnorm(model, job.data)
 
 
-@feature("buffers", "layers", tags="stateful buffered", against="noted twice bad")
+@feature("buffers", "layers", tags="stateful buffered", against="noted twice bad passes")
 class Buffers(Feature):
     """DDP takes rank 0's in each pass; FSDP leaves them alone; LocalSGD takes their mean."""
 

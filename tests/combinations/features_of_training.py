@@ -63,7 +63,7 @@ class ZeroGrad(Feature):
         inner(set_to_none=False)
 
 
-@feature("join", "training", tags="data", against="count noted rebuilds buffered")
+@feature("join", "training", tags="data join", against="count noted rebuilds saves buffered")
 class JoinFeature(Feature):
     """The last rank has one batch less."""
 
@@ -110,22 +110,6 @@ class Weighted(Feature):
 
 
 # Gradients ----------------------------------------------------------------------------------------
-
-
-@feature("clip_grad_norm_", "gradients", tags="nonlinear", against="steps")
-class Clip(Feature):
-    def update(self, job: Job, inner: Inner) -> None:
-        norm = job.clip(0.3)
-        if not job.way.local:
-            job.note("norm", norm.double())
-        inner()
-
-
-@feature("clip_grad_value_", "gradients", tags="nonlinear", against="steps")
-class ClipValue(Feature):
-    def update(self, job: Job, inner: Inner) -> None:
-        nn.utils.clip_grad_value_(list(job.model.parameters()), 0.05)
-        inner()
 
 
 @feature("GradScaler", "gradients", tags="scaler", against="steps")
@@ -175,6 +159,22 @@ class ScaledOverflow(Scaled):
 
     def finish(self, job: Job, inner: Inner) -> None:
         job.check(job.kept["scaler"].get_scale() == 8.0, "the scale did not go down")
+        inner()
+
+
+@feature("clip_grad_norm_", "gradients", tags="nonlinear", against="steps")
+class Clip(Feature):
+    def update(self, job: Job, inner: Inner) -> None:
+        norm = job.clip(0.3)
+        if not job.way.local:
+            job.note("norm", norm.double())
+        inner()
+
+
+@feature("clip_grad_value_", "gradients", tags="nonlinear", against="steps")
+class ClipValue(Feature):
+    def update(self, job: Job, inner: Inner) -> None:
+        nn.utils.clip_grad_value_(list(job.model.parameters()), 0.05)
         inner()
 
 
@@ -265,7 +265,7 @@ class Several(Feature):
         return [torch.optim.SGD(h, lr=r) for h, r in zip(halves, rates, strict=True) if h]
 
 
-@feature("schedulers", "optimizers", against="steps")
+@feature("schedulers", "optimizers", tags="scheduled", against="steps")
 class Schedulers(Feature):
     def started(self, job: Job, inner: Inner) -> None:
         inner()
@@ -314,7 +314,7 @@ class Compressed(Feature):
 
 
 def compressor(name: str, made: Any) -> None:
-    tags, against = "compressed optimizer data", "nonlinear rounding noted"
+    tags, against = "compressed optimizer data", "nonlinear rounding noted scheduled"
     kind = type("Row", (Compressed,), {"made": staticmethod(made)})
     feature(name, "compression", tags=tags, against=against)(kind)
 
