@@ -33,7 +33,6 @@ REFUSED = [
     Refusal("LocalSGD* DiLoCo", "unfreezing", "frozen when the module was wrapped: wrap it after"),
     Refusal(FSDP, "unused on one rank", "FSDP (reduces|averages).* met .*FSDP", ends=True),
     Refusal("DDP* LocalSGD* DiLoCo 1F1B?x?DDP", "meta device", "was given one on meta"),
-    Refusal("FULL_SHARD?x?tensor", "meta device", "no reset_parameters.* to give them values"),
     Refusal(
         "1F1B ZB-H1 1F1B?x?tensor",
         "meta device",

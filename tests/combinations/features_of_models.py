@@ -269,7 +269,7 @@ class HooksAfter(Feature):
 @feature(
     "register_post_accumulate_grad_hook",
     "hooks",
-    against="passes backward unused frozen bad twice second",
+    against="passes backward unused frozen join bad twice second",
 )
 class PostAccumulate(Feature):
     """Called once for each parameter in each step."""

@@ -200,7 +200,7 @@ class Pretrained(CheckpointOfOne):
         phalanx.load_pretrained(job.folder / "one", job.model, backend=job.backend)
 
 
-@feature("meta device", "programs", tags="loads", against="complex buffered frozen stateful")
+@feature("meta device", "programs", tags="loads", against="complex buffered frozen stateful shared")
 class Meta(Pretrained):
     """Built on the meta device, wrapped, and loaded from files."""
 
@@ -208,6 +208,14 @@ class Meta(Pretrained):
         job.shift = 11
         if not job.alone:
             job.device = "meta"
+
+    def options(self, job: Job, inner: Inner) -> dict[str, Any]:
+        def initialize(module: nn.Module) -> None:
+            with torch.no_grad():
+                for parameter in module.parameters(recurse=False):
+                    parameter.zero_()  # until it is loaded
+
+        return {**inner(), **({"initialize": initialize} if job.way.sharded else {})}
 
     def ready(self, job: Job, inner: Inner) -> None:
         if not job.alone and any(p.is_meta for p in job.model.parameters()):
