@@ -41,6 +41,8 @@
 #   make kill-saves checkpoints whose save is killed, or whose disk is full
 #   make notices   ranks told to leave at random moments: one checkpoint, exit code 75, and the run that
 #                  goes on comes to the weights of one that was never interrupted
+#   make combinations  every wrapper with every feature, and with every two of them, on three backends;
+#                  ARGS=--faults shows that planted faults are found
 #   make mutants   wrong lines, put into the core and FSDP one at a time: do the tests notice?
 #   make agreement what it costs that ranks compare what they do
 #   make torch     a stock program for torch.distributed under every launcher, and PowerSGD's hook
@@ -87,7 +89,7 @@ CLIENTS_READY := $(CLIENTS_VENV)/.ready
 DEBIAN := slurmctld slurmd slurm-client chromium
 
 .PHONY: demo test test-torch-next test-clients lint docs format bench stress blame torch-blame bad-days fuzz flood attack \
-	wide two-hosts links kill-saves notices mutants agreement torch device loss-against-bytes slow-link pipeline-bubble gate \
+	wide two-hosts links kill-saves notices combinations mutants agreement torch device loss-against-bytes slow-link pipeline-bubble gate \
 	main-path clean
 
 demo: $(READY)
@@ -159,6 +161,9 @@ kill-saves: $(READY)
 
 notices: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/notices.py $(ARGS)
+
+combinations: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/combinations/run.py $(ARGS)
 
 mutants: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/mutants.py $(ARGS)

@@ -1,0 +1,62 @@
+"""What is refused, and in which words. Everything else has to be right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from feature import Feature
+    from wrappers import Way
+
+
+class Refusal(NamedTuple):
+    """What is refused.
+
+    ways     patterns of names, with spaces between them; `?` stands for a space in a name
+    feature  its name
+    text     a regular expression of the error's text, the same on every rank
+    ends     the group is over after it: ranks have done different things, and noticed
+    """
+
+    ways: str
+    feature: str
+    text: str
+    ends: bool = False
+
+
+FSDP = "FULL_SHARD* SHARD_GRAD_OP NO_SHARD hybrid *x?FULL_SHARD"
+STAGES = "1F1B* ZB-H1*"
+REFUSED = [
+    Refusal("LocalSGD* DiLoCo", "unfreezing", "frozen when the module was wrapped: wrap it after"),
+    Refusal(FSDP, "unused on one rank", "FSDP (reduces|averages).* met .*FSDP", ends=True),
+    Refusal("DDP* LocalSGD* DiLoCo 1F1B?x?DDP", "meta device", "was given one on meta"),
+    Refusal(
+        "1F1B ZB-H1 1F1B?x?tensor",
+        "meta device",
+        "is on the meta device, and this rank trains stage",
+    ),
+    Refusal("1F1B ZB-H1 1F1B?x?tensor", "shared parameters", "are one parameter, and a pipeline"),
+    Refusal("ZB-H1?x?FULL_SHARD", "unused in a group", "FSDP reduces.* met .*FSDP", ends=True),
+    Refusal("1F1B?x?DDP", "shared parameters", "another DDP averages the gradients of"),
+    Refusal("1F1B?x?DDP", "unused in a group", "DDP's pass.* met .*DDP's pass", ends=True),
+    Refusal("1F1B?x?DDP", "unused on one rank", "DDP's pass.* met .*DDP's pass", ends=True),
+    Refusal("ZB-H1?x?FULL_SHARD", "shared parameters", "is in another FSDP already"),
+]
+
+
+@cache
+def _rows(way: str) -> dict[str, Refusal]:
+    return {
+        row.feature: row
+        for row in REFUSED
+        if any(fnmatchcase(way, pattern) for pattern in row.ways.split())
+    }
+
+
+def refusal_of(way: Way, features: Sequence[Feature]) -> Refusal | None:
+    """The refusal that one of these features meets, if there is one."""
+    rows = _rows(way.name)
+    return next((rows[one.name] for one in features if one.name in rows), None)

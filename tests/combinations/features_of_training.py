@@ -1,0 +1,326 @@
+"""Columns of the table: passes, batches, gradients and optimizers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from feature import PIPELINE, Feature, Inner, feature
+from job import STEPS, Job
+from models import Overflows
+from torch import Tensor, nn
+from wrappers import Way
+
+import phalanx
+from phalanx.compression import Half, RandomK
+
+# Nothing else -----------------------------------------------------------------------------------
+
+
+@feature("plain", "training")
+class Plain(Feature):
+    pass
+
+
+# Passes and batches -----------------------------------------------------------------------------
+
+
+@feature("no_sync", "training", tags="passes")
+class NoSync(Feature):
+    """Two backward passes of half a batch each, of which the first only accumulates."""
+
+    def passes(self, job: Job, inner: Inner, rows: slice) -> None:
+        with job.no_sync():
+            inner(slice(0, 2))
+        inner(slice(2, 4))
+
+
+@feature("two passes", "training", tags="passes", against="once")
+class TwoPasses(Feature):
+    """Two backward passes that are both averaged, and add up."""
+
+    def passes(self, job: Job, inner: Inner, rows: slice) -> None:
+        inner(slice(0, 2))
+        inner(slice(2, 4))
+
+
+@feature("state_dict while accumulating", "training", tags="passes")
+class StateWhileAccumulating(Feature):
+    def passes(self, job: Job, inner: Inner, rows: slice) -> None:
+        with job.no_sync():
+            inner(slice(0, 2))
+        job.model.state_dict()
+        job.whole(job.model)
+        inner(slice(2, 4))
+
+
+@feature("zero_grad(set_to_none=False)", "training", against="zeros")
+class ZeroGrad(Feature):
+    def zero_grad(self, job: Job, inner: Inner) -> None:
+        inner(set_to_none=False)
+
+
+@feature("join", "training", tags="data join", against="count noted rebuilds saves buffered")
+class JoinFeature(Feature):
+    """The last rank has one batch less."""
+
+    def lacks(self, way: Way) -> str:
+        if way.pipeline or way.kind != "ddp":
+            return "`join` is DDP's"
+        return ""
+
+    def has_batch(self, job: Job, part: int) -> bool:
+        return part == 0 or job.number < 2
+
+    @contextmanager
+    def training(self, job: Job) -> Iterator[None]:
+        if job.alone:
+            yield
+            return
+        job.steps -= job.part
+
+        def step() -> None:
+            job.through("update", job.update)
+            job.through("after_step", lambda: None)
+            job.zero_grad()
+
+        with job.model.join(step):
+            yield
+
+
+@feature("weighted", "training", tags="data parts")
+class Weighted(Feature):
+    """Ranks have batches of different sizes."""
+
+    def lacks(self, way: Way) -> str:
+        if way.pipeline or way.kind != "ddp":
+            return "`weighted` is DDP's"
+        return ""
+
+    def batch_of(self, job: Job, inner: Inner, part: int) -> tuple[Tensor, Tensor]:
+        x, y = inner(part)
+        return x[: 4 - part], y[: 4 - part]
+
+    def loss(self, job: Job, inner: Inner, out: Tensor, y: Tensor) -> Tensor:
+        loss = inner(out, y)
+        return loss if job.alone else job.model.weighted(loss, len(y))  # type: ignore[no-any-return]
+
+
+# Gradients ----------------------------------------------------------------------------------------
+
+
+@feature("GradScaler", "gradients", tags="scaler", against="steps")
+class Scaled(Feature):
+    def started(self, job: Job, inner: Inner) -> None:
+        inner()
+        options: dict[str, Any] = {"device": "cpu", "init_scale": 16.0}
+        if job.backend is None:
+            job.kept["scaler"] = torch.amp.GradScaler(**options)
+        else:
+            job.kept["scaler"] = phalanx.GradScaler(job.backend, **options)
+
+    def loss(self, job: Job, inner: Inner, out: Tensor, y: Tensor) -> Tensor:
+        return job.kept["scaler"].scale(inner(out, y))  # type: ignore[no-any-return]
+
+    def update(self, job: Job, inner: Inner) -> None:
+        for optimizer in job.optimizers:
+            job.kept["scaler"].unscale_(optimizer)
+        inner()
+        scale = job.kept["scaler"].get_scale()
+        job.kept["scaler"].update()
+        factor = job.kept["scaler"].get_scale() / scale
+        for part in job.model.modules():
+            if factor != 1 and getattr(part, "compression", None) is not None:
+                part.compression.scale_(factor)  # what is left over has that scale
+
+    def optimizer_step(self, job: Job, inner: Inner, optimizer: Any) -> None:
+        job.kept["scaler"].step(optimizer)
+
+
+@feature("GradScaler, a step skipped", "gradients", tags="scaler count", against="steps")
+class ScaledOverflow(Scaled):
+    """One element of one gradient overflows on one rank in the second step; no rank takes it."""
+
+    def layers(self, job: Job, layers: dict[str, nn.Module]) -> None:
+        def now() -> bool:
+            return job.number == 1 and (
+                job.way.local or job.part == job.way.parts - 1 or job.joined
+            )
+
+        layers["overflows"] = Overflows(now)
+
+    def optimizer_step(self, job: Job, inner: Inner, optimizer: Any) -> None:
+        super().optimizer_step(job, inner, optimizer)
+        if job.number == 1:
+            job.taken -= 1  # which `update` counts
+
+    def finish(self, job: Job, inner: Inner) -> None:
+        job.check(job.kept["scaler"].get_scale() == 8.0, "the scale did not go down")
+        inner()
+
+
+@feature("clip_grad_norm_", "gradients", tags="nonlinear", against="steps")
+class Clip(Feature):
+    def update(self, job: Job, inner: Inner) -> None:
+        norm = job.clip(0.3)
+        if not job.way.local:
+            job.note("norm", norm.double())
+        inner()
+
+
+@feature("clip_grad_value_", "gradients", tags="nonlinear", against="steps")
+class ClipValue(Feature):
+    def update(self, job: Job, inner: Inner) -> None:
+        nn.utils.clip_grad_value_(list(job.model.parameters()), 0.05)
+        inner()
+
+
+@feature("autograd.grad for the input", "gradients", tags="twice")
+class InputGradient(Feature):
+    """An adversarial example: the gradient for the input moves it; then comes the loss."""
+
+    def lacks(self, way: Way) -> str:
+        return PIPELINE if way.pipeline else ""
+
+    def forward(self, job: Job, inner: Inner, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(inner(x).sum(), x)
+        return inner(x.detach() + 0.1 * gradient)  # type: ignore[no-any-return]
+
+
+@feature("gradient penalty", "gradients", tags="second")
+class Penalty(Feature):
+    def lacks(self, way: Way) -> str:
+        return PIPELINE if way.pipeline else ""
+
+    def forward(self, job: Job, inner: Inner, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        out = inner(x)
+        (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        job.kept["penalty"] = gradient.square().sum(1).mean()
+        return out  # type: ignore[no-any-return]
+
+    def loss(self, job: Job, inner: Inner, out: Tensor, y: Tensor) -> Tensor:
+        return inner(out, y) + job.kept.pop("penalty") * job.factor  # type: ignore[no-any-return]
+
+
+@feature("autograd.grad for parameters", "gradients", tags="second parts", against="lora")
+class ParameterGradient(Feature):
+    """The norm of a rank's own gradient is a part of its loss: a backward of a backward."""
+
+    def lacks(self, way: Way) -> str:
+        return PIPELINE if way.pipeline else ""
+
+    def loss(self, job: Job, inner: Inner, out: Tensor, y: Tensor) -> Tensor:
+        loss = inner(out, y)
+        weights = [p for p in job.model.parameters() if p.requires_grad and p.is_floating_point()]
+        found = torch.autograd.grad(loss, weights[-2:], create_graph=True)
+        return loss + 0.1 * sum(g.square().sum() for g in found)  # type: ignore[no-any-return]
+
+
+@feature("backward(create_graph=True)", "gradients", tags="backward")
+class CreateGraph(Feature):
+    def lacks(self, way: Way) -> str:
+        return PIPELINE if way.pipeline else ""
+
+    def backward(self, job: Job, inner: Inner, loss: Tensor, **options: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            inner(loss, create_graph=True)
+        for parameter in job.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.detach()
+
+
+@feature("backward(retain_graph=True)", "gradients", tags="backward once")
+class RetainGraph(Feature):
+    """The same loss goes back twice."""
+
+    def lacks(self, way: Way) -> str:
+        return PIPELINE if way.pipeline else ""
+
+    def backward(self, job: Job, inner: Inner, loss: Tensor, **options: Any) -> None:
+        inner(loss, retain_graph=True)
+        inner(loss)
+
+
+# Optimizers ---------------------------------------------------------------------------------------
+
+
+@feature("Adam", "optimizers", tags="optimizer nonlinear", against="steps")
+class Adam(Feature):
+    def make_optimizers(self, job: Job, inner: Inner, given: list[Any]) -> Any:
+        return [torch.optim.Adam(given, lr=0.01, eps=1e-3)] if given else []
+
+
+@feature("several optimizers", "optimizers", tags="optimizer several", against="steps")
+class Several(Feature):
+    def make_optimizers(self, job: Job, inner: Inner, given: list[Any]) -> Any:
+        last = {id(p) for n, p in job.model.named_parameters() if n.startswith("head")}
+        halves = [p for p in given if id(p) not in last], [p for p in given if id(p) in last]
+        rates = job.rate, 0.5 * job.rate
+        return [torch.optim.SGD(h, lr=r) for h, r in zip(halves, rates, strict=True) if h]
+
+
+@feature("schedulers", "optimizers", tags="scheduled", against="steps")
+class Schedulers(Feature):
+    def started(self, job: Job, inner: Inner) -> None:
+        inner()
+        job.kept["schedulers"] = [
+            torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) for optimizer in job.optimizers
+        ]
+
+    def update(self, job: Job, inner: Inner) -> None:
+        inner()
+        for scheduler in job.kept["schedulers"]:
+            scheduler.step()
+
+
+# Compressors --------------------------------------------------------------------------------------
+
+
+FLUSHES = 8  # steps without gradients, in which what error feedback has left over is sent
+
+
+class Compressed(Feature):
+    """All that was left out is sent in the end. With a small rate the sum of gradients is known."""
+
+    of_change = 0.03
+    made: Any = None
+
+    def lacks(self, way: Way) -> str:
+        return "" if way.kind else "it averages nothing"
+
+    def flushes(self, job: Job) -> int:
+        """Steps after those of training; DiLoCo's outer steps are after every second one."""
+        return 2 * FLUSHES if job.way.name == "DiLoCo" else FLUSHES
+
+    def prepare(self, job: Job) -> None:
+        job.steps += self.flushes(job)
+        job.rate, job.outer_momentum = 1e-3, False
+
+    def options(self, job: Job, inner: Inner) -> dict[str, Any]:
+        return {**inner(), "compression": phalanx.ErrorFeedback(self.made())}
+
+    def make_optimizers(self, job: Job, inner: Inner, given: list[Any]) -> Any:
+        return [torch.optim.SGD(given, lr=job.rate)] if given else []
+
+    def step(self, job: Job, inner: Inner) -> None:
+        job.factor = float(job.number < STEPS)
+        inner()
+
+
+def compressor(name: str, made: Any) -> None:
+    tags, against = "compressed optimizer data", "nonlinear rounding noted scheduled"
+    kind = type("Row", (Compressed,), {"made": staticmethod(made)})
+    feature(name, "compression", tags=tags, against=against)(kind)
+
+
+compressor("TopK", lambda: phalanx.TopK(0.5))
+compressor("RandomK", lambda: RandomK(0.75))
+compressor("PowerSGD", lambda: phalanx.PowerSGD(4))
+compressor("Quantized", lambda: phalanx.Quantized(bits=8))
+compressor("Half", Half)
