@@ -19,7 +19,6 @@ from phalanx import (
     ErrorFeedback,
     MisuseError,
     TopK,
-    UnsupportedOperationError,
     simulate,
 )
 
@@ -286,22 +285,3 @@ def test_ranks_that_differ_in_what_is_sparse_are_told():
     for error in simulate(run, 2):
         assert isinstance(error, DesyncError)
         assert "rank 1 has sparse=['weight']" in str(error)
-
-
-def test_sparse_gradients_of_other_layers_are_refused():
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Parameter(torch.ones(5, 4))
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            return F.embedding(tokens, self.table, sparse=True)
-
-    def run(backend: Backend) -> BaseException | None:
-        ddp = DDP(Own(), backend)
-        backend.barrier()
-        return outcome_of(lambda: ddp(torch.tensor([1])).sum().backward())
-
-    for error in simulate(run, 2):
-        assert isinstance(error, UnsupportedOperationError)
-        assert "the gradient of table is torch.sparse_coo" in str(error)

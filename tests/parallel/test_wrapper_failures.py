@@ -450,8 +450,14 @@ def test_sparse_gradients_are_refused_by_name(how: str, wrap: Wrapping):
             step()
         return outcome_of(ddp.sync_gradients if how == "sync_gradients" else step)
 
+    class Table(nn.Embedding):
+        """Nothing tells before the first pass that its gradient is sparse."""
+
+        def forward(self, input: Tensor) -> Tensor:
+            return nn.functional.embedding(input, self.weight, sparse=True)
+
     def sparse() -> nn.Module:
-        return nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1))
+        return nn.Sequential(Table(5, 2), nn.Linear(2, 1))
 
     for error in wrap.on_ranks(2, sparse, body):
         assert isinstance(error, UnsupportedOperationError)
