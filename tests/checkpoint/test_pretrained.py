@@ -24,8 +24,11 @@ from phalanx import (
     CheckpointDamagedError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    DiLoCo,
+    LocalSGD,
     Pipeline,
     PipelineParallelConfig,
+    TopK,
     load_pretrained,
     parallelize,
 )
@@ -89,6 +92,49 @@ def test_into_a_wrapped_model(folder: Path, wrap: Callable[..., Any], ranks: int
             assert_equal(full_state_dict(model))
 
     phalanx.simulate(load, ranks)
+
+
+LOCAL: dict[str, Callable[..., Any]] = {
+    "LocalSGD": lambda m, b: LocalSGD(m, b, every=2),
+    "LocalSGD compressed": lambda m, b: LocalSGD(m, b, every=2, compression=TopK(0.5)),
+    "DiLoCo": lambda m, b: DiLoCo(
+        m, b, every=2, outer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9)
+    ),
+}
+
+
+@pytest.mark.parametrize("wrap", LOCAL.values(), ids=LOCAL)
+def test_local_training_goes_on_from_what_was_loaded(
+    folder: Path, wrap: Callable[..., Any]
+) -> None:
+    """As if the module had the values when it was wrapped; a period that was begun is given up."""
+    save_file(mlp(0).state_dict(), folder / SINGLE)
+
+    def train(model: nn.Module, rank: int, steps: int) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(steps):
+            draw = torch.Generator().manual_seed(10 * rank + number)
+            optimizer.zero_grad()
+            model(torch.randn(3, 4, generator=draw)).square().mean().backward()
+            optimizer.step()
+
+    def loaded(backend: Backend) -> dict[str, torch.Tensor]:
+        model = wrap(mlp(5), backend)
+        train(model, backend.rank, 1)
+        load_pretrained(folder, model)
+        train(model, backend.rank, 5)
+        return values(model.module)
+
+    def built(backend: Backend) -> dict[str, torch.Tensor]:
+        model = wrap(mlp(0), backend)
+        train(model, backend.rank, 5)
+        return values(model.module)
+
+    for found, expected in zip(
+        phalanx.simulate(loaded, 2), phalanx.simulate(built, 2), strict=True
+    ):
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
 
 
 def mlp(seed: int) -> nn.Sequential:

@@ -61,7 +61,8 @@ def load_pretrained(
 
     folder    with `model.safetensors`, or `model.safetensors.index.json` and its shards; all ranks
               see it
-    model     plain, DDP, FSDP with any strategy, tensor-parallel (`parallelize`), or a pipeline
+    model     plain, DDP, FSDP with any strategy, LocalSGD, DiLoCo (a new period begins),
+              tensor-parallel (`parallelize`), or a pipeline
     backend   the ranks that load together; by default the model's, or this one by itself. Of a
               tensor-parallel model give all ranks that have it
     rename    the model's name for a name in the files: a function, or a mapping of those that
@@ -199,6 +200,8 @@ class _Pretrained:
             for wanted, part in zip(self._wanted, self._read, strict=True):
                 tensor = wanted.shard.tensor.detach()
                 copy_bits(tensor, part.view(tensor.shape))
+        for wrapper in self._held.wrappers:  # as after load_state_dict of a plain state
+            wrapper.load_own_state({})
 
 
 def _converts(there: str, here: str) -> bool:
