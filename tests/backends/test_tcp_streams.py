@@ -6,6 +6,7 @@ import socket
 import struct
 import threading
 import time
+import tracemalloc
 from contextlib import suppress
 
 import pytest
@@ -52,16 +53,80 @@ def test_a_message_of_which_half_came_early_goes_where_the_receive_says() -> Non
         assert bytes(into.tolist()) == LONG
 
 
-def test_half_a_message_of_another_size_is_refused_and_its_rest_is_dropped() -> None:
+def test_half_a_message_of_another_size_is_refused_when_it_is_whole_and_dropped() -> None:
+    """Not before, as its sender may still give it up."""
     stream = message(LONG)
     with rank_0_and_a_raw_peer() as (backend, peer):
         peer.sock.sendall(stream[:1000])
-        with pytest.raises(SizeMismatchError, match=f"expected 4 bytes.*sent {len(LONG)} bytes"):
-            backend.recv(bytearray(4), 1)
+        with pytest.raises(CollectiveTimeoutError):
+            backend.recv(bytearray(4), 1, timeout=0.1)
+        pending = phalanx.irecv(torch.empty(1), 1, backend)
         peer.sock.sendall(stream[1000:] + message(b"next"))
+        with pytest.raises(SizeMismatchError, match=f"expected 4 bytes.*sent {len(LONG)} bytes"):
+            pending.wait()
         into = bytearray(4)
         backend.recv(into, 1)
         assert into == b"next"
+
+
+def test_a_message_that_a_receive_of_another_size_has_met_is_refused_by_the_next_one_too() -> None:
+    stream = message(LONG)
+    with rank_0_and_a_raw_peer() as (backend, peer):
+        peer.sock.sendall(stream[:1000])
+        for size in (4, len(LONG), 4):
+            with pytest.raises(CollectiveTimeoutError):
+                backend.recv(bytearray(size), 1, timeout=0.1)
+        peer.sock.sendall(stream[1000:] + message(b"next"))
+        with pytest.raises(SizeMismatchError, match="dropped since an earlier receive had another"):
+            backend.recv(bytearray(len(LONG)), 1)
+        into = bytearray(4)
+        backend.recv(into, 1)
+        assert into == b"next"
+
+
+@pytest.mark.parametrize("attempts", [0, 1, 2])
+@pytest.mark.parametrize("posted_first", [False, True])
+def test_a_message_of_another_size_that_its_sender_gave_up_is_no_error(
+    attempts: int, posted_first: bool
+) -> None:
+    channel = Channel(WORLD, Kind.POINT_TO_POINT, 0)
+    begun = pack_header(channel, length=1000, total=1 << 40) + bytes(1000)
+    cancel = pack_header(Channel(WORLD, Kind.CANCEL, 0))
+    with rank_0_and_a_raw_peer() as (backend, peer):
+        into = torch.zeros(4, dtype=torch.uint8)
+        pending = phalanx.irecv(into, 1, backend) if posted_first else None
+        peer.sock.sendall(begun)
+        for _ in range(attempts):
+            with pytest.raises(CollectiveTimeoutError):
+                backend.recv(bytearray(4), 1, timeout=0.1)
+        peer.sock.sendall(cancel + message(b"next"))
+        (pending or phalanx.irecv(into, 1, backend)).wait()
+        assert bytes(into.tolist()) == b"next"
+
+
+def test_a_receive_that_is_given_up_again_copies_nothing() -> None:
+    """What has arrived was moved out of the first receive's memory, and stays where it is."""
+    content = bytes(range(256)) * (16 << 10)
+    stream, cut = message(content), 3 << 20
+    with rank_0_and_a_raw_peer() as (backend, peer):
+        peer.sock.sendall(stream[:cut])
+        into = bytearray(len(content))
+        kept = backend.engine.matching.unexpected
+        while not any(each.filled > 2 << 20 for queue in kept.values() for each in queue):
+            with pytest.raises(CollectiveTimeoutError):
+                backend.recv(into, 1, timeout=0.1)
+        tracemalloc.start()
+        try:
+            for _ in range(3):
+                with pytest.raises(CollectiveTimeoutError):
+                    backend.recv(into, 1, timeout=0.01)
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert most < 1 << 20
+        peer.sock.sendall(stream[cut:])
+        backend.recv(into, 1)
+        assert into == content
 
 
 def test_a_message_that_its_sender_gave_up_is_not_read_as_a_part_of_the_next_one() -> None:
@@ -224,8 +289,15 @@ def test_a_message_that_announces_a_terabyte_takes_no_memory() -> None:
         channel = Channel(WORLD, Kind.POINT_TO_POINT, 3)
         peer.sock.sendall(message(b"y") + pack_header(channel, length=1, total=1 << 40) + b"x")
         backend.recv(bytearray(1), 1)
-        with pytest.raises(SizeMismatchError, match=f"sent {1 << 40} bytes"):
-            backend.recv(bytearray(1), 1, tag=3)
+        for _ in range(2):
+            with pytest.raises(CollectiveTimeoutError):
+                backend.recv(bytearray(1), 1, tag=3, timeout=0.05)
+            assert backend.engine.matching.unexpected_bytes[1] < 1 << 10
+        part = pack_header(channel, length=MAX_PAYLOAD, total=1 << 40, offset=1)
+        peer.sock.sendall(part + bytes(MAX_PAYLOAD))
+        with pytest.raises(CollectiveTimeoutError):
+            backend.recv(bytearray(1), 1, tag=3, timeout=0.5)
+        assert backend.engine.matching.unexpected_bytes[1] < 1 << 10
 
 
 @pytest.mark.parametrize("culprit", [0, 1, 77, 2**31])

@@ -212,9 +212,11 @@ class Backend:
         """Receive from rank `src` into a tensor or writable buffer, which is filled whole.
 
         `src=None` takes the first message with this tag, whoever sends it. Returns the sender.
-        Raises `SizeMismatchError` if the message has another size than `into`; the message is
-        dropped then. After a `CollectiveTimeoutError` the message is not lost: the next `recv`
-        gets it. Also raises `InvalidRankError`, `SelfSendError` and `PeerLostError`.
+        Raises `SizeMismatchError` if the message has another size than `into`, once it has come
+        whole; it is dropped then. After a `CollectiveTimeoutError` the message is not lost: the
+        next `recv` gets it. What has arrived of it is copied and kept, whatever its size; so it
+        comes however short the timeouts of repeated calls. Also raises `InvalidRankError`,
+        `SelfSendError` and `PeerLostError`.
         """
         return self.irecv(into, src, tag=tag, timeout=timeout, background=False).wait()
 

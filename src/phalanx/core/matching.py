@@ -28,7 +28,7 @@ from phalanx.wire.frame import MAX_PAYLOAD, Channel
 UNEXPECTED_LIMIT = 256 << 20  # bytes that the unexpected messages of each peer may take
 # What they take beside their content, measured: a message, memory for content, and a channel's
 # queue. An empty message takes the first, and the third if it is alone on its channel.
-MESSAGE, CHUNK, CHANNEL = 424, 448, 960
+MESSAGE, CHUNK, CHANNEL = 440, 448, 960
 BLOCKS_KEPT = 16  # unused blocks, 8 MiB
 MAX_DISCARDED = 64 << 10  # bytes that are read at a time of what is dropped
 
@@ -91,21 +91,27 @@ class Matching:
         if not unexpected:
             del self.unexpected[key]
         call = posted.work.call
-        if (
-            incoming.fingerprint == call.fingerprint
-            and incoming.total == posted.stop - posted.start
-        ):
+        same, whole = incoming.fingerprint == call.fingerprint, incoming.filled == incoming.total
+        if same and incoming.kept and incoming.total == posted.stop - posted.start:
             incoming.hand_over(posted)
-            if incoming.filled == incoming.total:
+            if whole:
                 posted.complete()
             else:
                 self.in_progress[posted] = incoming
             return
         incoming.forget()
-        if incoming.fingerprint == call.fingerprint:
+        if not same:
+            # Another operation's. The receive stays posted until the checker has asked.
+            posted.work.group.checker.met_another(call, incoming.peer)
+        elif whole:
             raise _size_mismatch(incoming, posted)
-        # Another operation's. The receive stays posted until the checker has asked.
-        posted.work.group.checker.met_another(call, incoming.peer)
+        else:
+            self._meets_misfit(incoming, posted)
+
+    def _meets_misfit(self, incoming: IncomingMessage, posted: PostedReceive) -> None:
+        """The next message has another size: an error once it is whole, as it may be cancelled."""
+        incoming.misfit = posted
+        self.in_progress[posted] = incoming
 
     def _first_sender(self, channel: Channel) -> int:
         """The sender of the first unexpected message on a channel, or ANY."""
@@ -153,7 +159,7 @@ class Matching:
                 incoming.posted = posted
                 self.in_progress[posted] = incoming
             elif fingerprint == work.call.fingerprint:
-                work.group.work_failed(work, _size_mismatch(incoming, posted))
+                self._meets_misfit(incoming, posted)
             else:
                 work.group.checker.met_another(work.call, peer)
         elif channel.group not in self._over and not self._is_stale(channel, peer):
@@ -172,14 +178,13 @@ class Matching:
             return
         if incoming.kept:
             incoming.keep_whole(message)
-        elif posted is not None and posted.combine:
+            return
+        if posted is not None and posted.combine:
             combine_into(posted, posted.start, message)
-            incoming.filled = incoming.total
-            incoming.arrived()
         elif posted is not None:
             posted.view[:] = message
-            incoming.filled = incoming.total
-            incoming.arrived()
+        incoming.filled = incoming.total
+        incoming.arrived()
 
     def has_room(self, incoming: IncomingMessage | None, peer: int, count: int) -> bool:
         """Whether `count` more bytes can be taken, of this message or (None) of a new one."""
@@ -250,7 +255,7 @@ class Matching:
     def cancelled(self, incoming: IncomingMessage) -> None:
         """The sender gave up in the middle of this message: its receive waits for the next one."""
         key = (incoming.channel, incoming.peer)
-        posted = incoming.posted
+        posted = incoming.posted or incoming.misfit
         if posted is not None:
             del self.in_progress[posted]
         elif incoming in self.unexpected.get(key, ()):
@@ -276,10 +281,12 @@ class Matching:
 
 def _size_mismatch(incoming: IncomingMessage, posted: PostedReceive) -> SizeMismatchError:
     work, group = posted.work, posted.work.group
-    peer = group.to_local[incoming.peer]
+    peer, expected = group.to_local[incoming.peer], posted.stop - posted.start
+    dropped = ", dropped since an earlier receive had another size"
     return SizeMismatchError(
-        f"rank {group.rank}: {work.describe()} expected {posted.stop - posted.start} bytes from "
-        f"rank {group.name_of(peer)}, which sent {incoming.total} bytes",
+        f"rank {group.rank}: {work.describe()} expected {expected} bytes from "
+        f"rank {group.name_of(peer)}, which sent {incoming.total} bytes"
+        f"{dropped if incoming.total == expected else ''}",
         rank=group.rank,
         peer=peer,
         op=work.name,
@@ -301,6 +308,9 @@ class IncomingMessage:
     matched, not combined    straight into the receiver's memory
     matched, combined        into a block; when that is full, it is reduced into the memory
     unexpected               into chunks, allocated as the bytes come
+    returned                 into chunks, too, although it may be matched again: to that receive's
+                             memory once it is whole, so each byte is copied a few times only,
+                             however many receives are given up
     discarded                nowhere
     """
 
@@ -314,9 +324,11 @@ class IncomingMessage:
         "fingerprint",
         "kept",
         "matching",
+        "misfit",
         "order",
         "peer",
         "posted",
+        "returned",
         "total",
     )
 
@@ -330,7 +342,9 @@ class IncomingMessage:
         self.fingerprint = fingerprint
         self.filled = 0
         self.posted: PostedReceive | None = None
+        self.misfit: PostedReceive | None = None  # of another size, which waits for its end
         self.kept = False  # whether it is unexpected
+        self.returned = False  # whether a receive that had matched it was given up
         self.order = 0  # among the messages that are kept
         self._chunks: list[memoryview] = []
         self._chunk_left = 0  # free bytes at the end of the last chunk
@@ -343,7 +357,7 @@ class IncomingMessage:
         """Room for the bytes that come next."""
         posted = self.posted
         left = self.total - self.filled
-        if self.kept:
+        if self.kept or self.returned:
             if not self._chunk_left:
                 self._add_chunk(self.matching.borrow_chunk(left))
                 self._chunk_left = len(self._chunks[-1])
@@ -360,7 +374,7 @@ class IncomingMessage:
         """`count` more bytes are in `space()`."""
         self.filled += count
         posted = self.posted
-        if self.kept:
+        if self.kept or self.returned:
             self._chunk_left -= count
         elif posted is not None and posted.combine:
             assert self._block is not None
@@ -390,8 +404,11 @@ class IncomingMessage:
     # For the matching ----------------------------------------------------------------------
 
     def keep(self, kept: bool = True) -> None:
-        """It is unexpected, or no more."""
-        self.matching.unexpected_bytes[self.peer] += MESSAGE * (kept - self.kept)
+        """It is unexpected, or no more: what it takes counts, or not."""
+        taken = MESSAGE
+        if self._chunks:
+            taken += CHUNK * len(self._chunks) + sum(map(len, self._chunks))
+        self.matching.unexpected_bytes[self.peer] += taken * (kept - self.kept)
         self.kept = kept
 
     def keep_whole(self, message: memoryview) -> None:
@@ -403,11 +420,12 @@ class IncomingMessage:
         """A receive was posted for a message that is here, or partly here, already."""
         self.posted = posted
         self.keep(False)
+        if self.returned and self.filled < self.total:
+            return
         if posted.combine and self._chunk_left:
             # Half an element cannot be combined: what is in the last chunk waits for its rest.
             self._block = self._chunks.pop()
             self._staged = len(self._block) - self._chunk_left
-            self.matching.unexpected_bytes[self.peer] -= CHUNK + len(self._block)
         self._empty_chunks(posted)
 
     def arrived(self) -> None:
@@ -415,26 +433,35 @@ class IncomingMessage:
         posted = self.posted
         if posted is not None:
             self.matching.in_progress.pop(posted, None)
+            if self.returned:
+                self._empty_chunks(posted)
             posted.complete()
             if self._block is not None:
                 self._return_block()
+        elif self.misfit is not None:
+            misfit, self.misfit = self.misfit, None
+            self.matching.in_progress.pop(misfit, None)
+            misfit.work.group.work_failed(misfit.work, _size_mismatch(self, misfit))
 
     def forget(self) -> None:
         """The receive was given up: what is still to come of the message is dropped."""
-        self.posted = None
+        self.posted = self.misfit = None
+        self.returned = False
         self.keep(False)
         self._drop_chunks()
         self._return_block()
 
     def take_back(self) -> None:
         """The receive was given up, but the message is not lost: keep it for the next one."""
-        posted = self.posted
-        assert posted is not None
+        posted, self.posted, self.misfit = self.posted, None, None
+        if posted is None:  # it did not fit, and what comes is dropped
+            return
         assert not posted.combine
-        self.posted = None
+        if not self.returned:
+            self.returned = True
+            if self.filled:
+                self._chunks.append(memoryview(bytearray(posted.view[: self.filled])))
         self.keep()
-        if self.filled:
-            self._add_chunk(memoryview(bytearray(posted.view[: self.filled])))
 
     def _empty_chunks(self, posted: PostedReceive) -> None:
         """Move what is in the chunks to the receive's memory."""
@@ -450,11 +477,11 @@ class IncomingMessage:
 
     def _add_chunk(self, chunk: memoryview) -> None:
         self._chunks.append(chunk)
-        self.matching.unexpected_bytes[self.peer] += CHUNK + len(chunk)
+        if self.kept:
+            self.matching.unexpected_bytes[self.peer] += CHUNK + len(chunk)
 
     def _drop_chunks(self) -> None:
         for chunk in self._chunks:
-            self.matching.unexpected_bytes[self.peer] -= CHUNK + len(chunk)
             self.matching.return_block(chunk)
         self._chunks.clear()
         self._chunk_left = 0

@@ -580,6 +580,7 @@ class Connection:
             arrival, self._arrival = self._arrival, None
             if arrival is not None and arrival.filled < arrival.total:
                 engine.matching.cancelled(arrival)
+                self.resume()  # the memory that it took is free again
         elif kind is Kind.PIECE:
             self._piece_came(header, payload)
         elif kind in MESSAGES:

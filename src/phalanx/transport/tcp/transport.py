@@ -178,6 +178,7 @@ class TcpTransport(Transport):
                     # A thread may wait inside a step, a library's collective.
                     step = until.group.head_of_queue(until).step
                 if left <= 0:
+                    self.look()  # however short the timeout, a call moves what it can at once
                     engine.run_ready()
                 elif isinstance(step, Step) and step.blocks and step.block(min(left, SLICE)):
                     self.glance(now())  # a look at all sockets would take longer than most steps
@@ -219,14 +220,16 @@ class TcpTransport(Transport):
             self.reactor.wake()
 
     def drive(self, over: Callable[[], bool], deadline: float, *, spin: float = 0.0) -> None:
-        """Run the reactor until `over()`, or the deadline has passed. Lock held."""
+        """Run the reactor until `over()`, or the deadline has passed: one turn at least. Lock held.
+
+        So a call that is repeated makes progress, however short its timeout.
+        """
         self._driver = threading.get_ident()
+        remaining = math.inf
         try:
-            while not over() and not self.engine.closed:
+            while remaining > 0 and not over() and not self.engine.closed:
                 remaining = deadline - self.engine.now()
-                if remaining <= 0:
-                    return
-                self._turn(remaining, spin)
+                self._turn(max(remaining, 0.0), spin)
         finally:
             self._driver = None
             self._condition.notify_all()
