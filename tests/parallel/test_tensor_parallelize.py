@@ -386,3 +386,55 @@ def test_styles_are_values():
     assert ColumnStyle(parts=[1, 2]) == ColumnStyle(parts=(1, 2))  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         RowStyle(False)  # type: ignore[misc]
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def hooked(seen: list[int]) -> nn.Sequential:
+    """Gradients are doubled, and their sizes noted when they are accumulated; one layer's hooks
+    were there before it was frozen.
+    """
+    model = seeded(mlp)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad: 2 * grad)
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.numel()))
+    model[2].requires_grad_(False)
+    return model
+
+
+def test_hooks_of_parameters_stay_and_see_this_ranks_part():
+    x = noise(4, 6)
+    plain = hooked([])
+    plain(x).square().mean().backward()
+
+    def run(backend: Backend) -> tuple[list[int], Tensor, list[int]]:
+        seen: list[int] = []
+        model = parallelize(hooked(seen), {"0": "column", "2": "row"}, backend)
+        model(x).square().mean().backward()
+        frozen = list(seen)
+        model[2].requires_grad_(True)
+        model(x).square().mean().backward()
+        return frozen, model[0].weight.grad / 2, seen
+
+    found = simulate(run, 2)
+    for frozen, _, seen in found:
+        assert sorted(frozen) == [4, 24]  # of 8 and 48
+        assert len(seen) == 6
+    torch.testing.assert_close(torch.cat([grad for _, grad, _ in found]), plain[0].weight.grad)
+
+
+def test_a_layer_that_is_taken_from_keeps_its_own_hooks():
+    """Those of a DDP that averages it are not the part's, which may be in another one."""
+
+    def run(backend: Backend) -> None:
+        ddp = DDP(seeded(mlp), backend)
+        layer = ddp.module[0]
+        before = dict(layer.weight._post_accumulate_grad_hooks)
+        part = ColumnParallelLinear.from_linear(layer, backend)
+        assert layer.weight._post_accumulate_grad_hooks == before
+        part(noise(4, 6)).square().mean().backward()
+        ddp(noise(4, 6)).square().mean().backward()
+
+    simulate(run, 2)

@@ -19,6 +19,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 from xxhash import xxh3_64_hexdigest
 
@@ -36,7 +38,7 @@ from phalanx.parallel.averaging import (
 )
 from phalanx.parallel.guards import AVERAGING, UNANSWERED, DriftCheck, FiniteCheck, explain, refuse
 from phalanx.parallel.uneven import Join, JoinPhase
-from phalanx.parallel.wrapper import accumulates_everywhere
+from phalanx.parallel.wrapper import accumulates_everywhere, inside_backward
 
 NAMES_SHOWN = 10
 
@@ -87,10 +89,9 @@ class Reducer:
         # passes are not taken for each other, nor a pass that only one rank has given up.
         self._passes = self._failed = 0
         for parameter, name in self._names.items():
-            for other in (parameter._post_accumulate_grad_hooks or {}).values():
-                if getattr(other, "func", None) is Reducer._gradient_ready:
-                    problem = f"another DDP averages the gradients of {name} already; "
-                    refuse("DDP", backend.rank, problem + "delete that one first")
+            if any(map(is_reducers, (parameter._post_accumulate_grad_hooks or {}).values())):
+                problem = f"another DDP averages the gradients of {name} already; "
+                refuse("DDP", backend.rank, problem + "delete that one first")
         self._put_hooks()
         self._averaged = self._built = self._to_average()
         self._make_buckets()
@@ -367,6 +368,17 @@ class Reducer:
 
     # Errors ---------------------------------------------------------------------------------
 
+    def check_step(self, parameter: Tensor) -> None:
+        """Refuse that an optimizer steps on a parameter inside a pass that has not averaged it."""
+        if self._open or not self.synchronize:
+            name, rank = self._names[parameter], self._backend.rank
+            problem = (  # of all ranks: if of one only, its next pass tells the others
+                f"an optimizer steps on {name} inside a backward pass, as in a hook: gradients are "
+                "averaged by the end of it, and each rank would step by its own. Step after "
+                "backward(), or use FSDP, whose post-accumulate hooks see averages"
+            )
+            refuse("DDP", rank, problem)
+
     def _explain(self, error: DistributedError) -> None:
         explain(error, UNANSWERED if self._left_out else AVERAGING)
 
@@ -380,3 +392,25 @@ class Reducer:
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return ", ".join(names[:NAMES_SHOWN]) + more
+
+
+# ------------------------------------------------------------------------------
+# Before each step of any optimizer torch calls a hook. A parameter names its reducer by its own.
+
+
+def is_reducers(hook: Any) -> bool:
+    """Whether a hook of a parameter is a reducer's."""
+    return getattr(hook, "func", None) is Reducer._gradient_ready
+
+
+def _check_step(optimizer: Optimizer, *_: object) -> None:
+    if not inside_backward():  # as ordinary steps are
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+                if is_reducers(hook) and (reducer := hook.args[0]()) is not None:
+                    reducer.check_step(parameter)
+
+
+register_optimizer_step_pre_hook(_check_step)

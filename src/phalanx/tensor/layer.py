@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
@@ -12,6 +13,7 @@ from phalanx.core.backend import Backend
 from phalanx.errors import SizeMismatchError, UnsupportedOperationError
 from phalanx.parallel.gradient_parts import mark_part
 from phalanx.parallel.guards import check_agreement, describe_with_values
+from phalanx.parallel.reducer import is_reducers
 from phalanx.tensor.functions import reduce_from_ranks, scatter_sum
 from phalanx.tensor.shards import ShardSpec
 
@@ -199,10 +201,17 @@ def check_units(total: int, unit: int, ranks: int, what: str) -> None:
 
 
 def own_part(parameter: nn.Parameter, split: Split | None, rank: int) -> nn.Parameter:
-    """This rank's part, copied, so that the whole's memory can be freed."""
+    """This rank's part, copied, so that the whole's memory can be freed; with the whole's hooks."""
     whole = parameter.detach()
     part = whole if split is None else split.cut.shard(whole, split.dim, rank)
-    return nn.Parameter(part.clone(), requires_grad=parameter.requires_grad)
+    own = nn.Parameter(part.clone(), requires_grad=parameter.requires_grad)
+    # As copies: hooks of the part are none of the whole, which may be used on, as in a DDP.
+    if parameter._backward_hooks:
+        own._backward_hooks = OrderedDict(parameter._backward_hooks)
+    hooks = parameter._post_accumulate_grad_hooks or {}
+    if kept := OrderedDict((key, hook) for key, hook in hooks.items() if not is_reducers(hook)):
+        own._post_accumulate_grad_hooks = kept
+    return own
 
 
 def owners(module: nn.Module) -> dict[nn.Parameter, Backend]:

@@ -68,7 +68,8 @@ def parallelize(module: nn.Module, plan: Plan, backend: Backend) -> nn.Module:
     draw equally many numbers on each (as they do if heads and features divide by the ranks).
 
     Weights that are tied, such as an embedding's and an output layer's, stay tied if all of their
-    layers are in the plan and cut them alike ("embedding" and "column").
+    layers are in the plan and cut them alike ("embedding" and "column"). Hooks of parameters stay,
+    and get this rank's part; their handles do not remove them any more.
 
     Layers between a "column" and a "row" see this rank's part of the features, and layers between
     two with `sequence_dim` its part of the sequence. If they have parameters, these would learn
