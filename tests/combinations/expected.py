@@ -31,7 +31,9 @@ FSDP = "FULL_SHARD* SHARD_GRAD_OP NO_SHARD hybrid *x?FULL_SHARD"
 STAGES = "1F1B* ZB-H1*"
 REFUSED = [
     Refusal("LocalSGD* DiLoCo", "unfreezing", "frozen when the module was wrapped: wrap it after"),
-    Refusal(FSDP, "unused on one rank", "FSDP (reduces|averages).* met .*FSDP", ends=True),
+    # torch's own words, as of fully_shard: shards are in no graph.
+    Refusal(FSDP, "autograd.grad for parameters", "appears to not have been used in the graph"),
+    Refusal(FSDP, "unused on one rank", "pass a unit= around it that every rank calls", ends=True),
     Refusal("DDP* LocalSGD* DiLoCo 1F1B?x?DDP", "meta device", "was given one on meta"),
     Refusal(
         "1F1B ZB-H1 1F1B?x?tensor",
