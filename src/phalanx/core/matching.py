@@ -309,7 +309,7 @@ class IncomingMessage:
     matched, combined        into a block; when that is full, it is reduced into the memory
     unexpected               into chunks, allocated as the bytes come
     returned                 into chunks, too, although it may be matched again: to that receive's
-                             memory once it is whole, so each byte is copied a few times only,
+                             memory once it is whole. So a byte is copied three times at most,
                              however many receives are given up
     discarded                nowhere
     """
