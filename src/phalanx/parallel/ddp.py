@@ -67,9 +67,9 @@ class DDP(Wrapper):
     When `loss.backward()` returns, every `.grad` is the mean over the ranks: with equal batch sizes
     and a loss that is a mean, the gradient of the joined batch. For batches of different sizes see
     `weighted`, for different numbers of them `join`. Gradients live in the buckets' memory, which
-    the next backward pass writes again: clone what is to be kept. An optimizer that steps inside the
-    pass, in a hook, is a `MisuseError` on every rank. A step sends 2(p-1)/p of the
-    gradients' bytes from each of p ranks.
+    the next backward pass writes again: clone what is to be kept. An optimizer that steps inside
+    the pass, in a hook, is a `MisuseError` on every rank. A step sends 2(p-1)/p of the gradients'
+    bytes from each of p ranks.
 
     Only what backward passes add to `.grad` is averaged: `torch.autograd.grad`, and `backward` with
     other `inputs=`, send nothing. Ranks that freeze or unfreeze parameters between two passes do it
