@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from ddp_models import TiedTransformer, mlp, noise, seeded
 from ddp_runs import assert_same_bits, values
 from torch import nn
 
-from phalanx import DDP, Backend, InvalidRankError, simulate
+from phalanx import (
+    DDP,
+    Backend,
+    InvalidRankError,
+    LocalSGD,
+    UnsupportedOperationError,
+    simulate,
+)
 
 
 class Named(nn.Module):
@@ -174,3 +183,18 @@ def test_a_root_that_does_not_exist_is_refused(root: int, world_size: int):
             ddp.broadcast_parameters(root=root)
 
     simulate(run, world_size)
+
+
+@pytest.mark.parametrize("wrap", [DDP, partial(LocalSGD, every=2)], ids=["DDP", "LocalSGD"])
+def test_a_model_without_values_is_refused_with_what_to_do(wrap):
+    """On every rank, and nothing is sent; with values it is taken."""
+
+    def run(backend: Backend):
+        with torch.device("meta"):
+            module = mlp()
+        with pytest.raises(UnsupportedOperationError, match=r"given one on meta.*to_empty.*FSDP"):
+            wrap(module, backend)
+        module.to_empty(device="cpu").load_state_dict(mlp().state_dict())
+        return values(wrap(module, backend).module)
+
+    assert_same_bits([*simulate(run, 2), values(mlp())])

@@ -139,6 +139,9 @@ def test_a_module_is_in_one_fsdp_only():
             with pytest.raises(MisuseError, match=r"0.*weight is in another FSDP .*unwrap"):
                 FSDP(again, backend)
         fsdp(x_of(0)).sum().backward()
+        text = r"of this Linear weight is in another FSDP already, of a Sequential, as 0\.weight: "
+        with pytest.raises(MisuseError, match=text):  # a layer that shares it, or the same one
+            FSDP(model[0], backend)
 
     on_ranks(COOPERATIVE, RANKS, mlp, body)
 

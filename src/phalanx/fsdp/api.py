@@ -134,8 +134,13 @@ class FSDP(Wrapper):
                     "of its own: wrap the module that it was compiled from"
                 )
         for name, parameter in module.named_parameters():
-            if owner_of(parameter) is not None:
-                self._refuse(f"{name} is in another FSDP already: unwrap() that one first")
+            if (owner := owner_of(parameter)) is not None:
+                known_as = next((n for n, p in owner.named_parameters() if p is parameter), name)
+                self._refuse(
+                    f"of this {type(module).__name__} {name} is in another {type(owner).__name__} "
+                    f"already, of a {type(owner.module).__name__}, as {known_as}: unwrap() or "
+                    "delete that one first, or wrap layers that share it together"
+                )
         self._runtime = build(
             module,
             backend,

@@ -43,6 +43,7 @@ from phalanx.compression.compressor import (
     is_finite,
 )
 from phalanx.core.backend import Backend
+from phalanx.errors import UnsupportedOperationError
 from phalanx.parallel.gradient_parts import GradientPart, mark_part
 
 MESSAGE = 25 << 20  # bytes that are sent as one message, if nothing else is asked for
@@ -138,9 +139,17 @@ def broadcast_all_(
     """Overwrite tensors with those of rank `root`, in place: their storage stays the same.
 
     label   says in errors what this is; the same on every rank
+
+    Raises `UnsupportedOperationError`, with nothing sent, if one is on the meta device.
     """
     if backend.world_size == 1:
         return
+    if any(tensor.is_meta for tensor in tensors):
+        raise UnsupportedOperationError(
+            f"rank {backend.rank}: parameters and buffers should be like those of rank {root}, and "
+            "this rank was given one on meta, without values: build the model with values, or call "
+            "to_empty(device='cpu') and load a state; FSDP takes models on the meta device"
+        )
     for batch in batches(tensors, MESSAGE):
         bucket = Bucket(batch, backend)
         torch.cat([tensor.detach().reshape(-1) for tensor in batch], out=bucket.flat)

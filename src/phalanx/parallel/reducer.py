@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Set
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -38,7 +37,7 @@ from phalanx.parallel.averaging import (
 )
 from phalanx.parallel.guards import AVERAGING, UNANSWERED, DriftCheck, FiniteCheck, explain, refuse
 from phalanx.parallel.uneven import Join, JoinPhase
-from phalanx.parallel.wrapper import accumulates_everywhere, inside_backward
+from phalanx.parallel.wrapper import WrapperHook, accumulates_everywhere, inside_backward
 
 NAMES_SHOWN = 10
 
@@ -89,7 +88,8 @@ class Reducer:
         # passes are not taken for each other, nor a pass that only one rank has given up.
         self._passes = self._failed = 0
         for parameter, name in self._names.items():
-            if any(map(is_reducers, (parameter._post_accumulate_grad_hooks or {}).values())):
+            hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+            if any(isinstance(hook, WrapperHook) for hook in hooks):
                 problem = f"another DDP averages the gradients of {name} already; "
                 refuse("DDP", backend.rank, problem + "delete that one first")
         self._put_hooks()
@@ -98,7 +98,9 @@ class Reducer:
 
     def _put_hooks(self) -> None:
         """On parameters that require gradients, and have none yet: torch takes no others."""
-        hook = partial(Reducer._gradient_ready, weakref.ref(self))  # which keeps no reducer alive
+        hook = WrapperHook(
+            Reducer._gradient_ready, weakref.ref(self)
+        )  # which keeps no reducer alive
         for parameter in [p for p in self._without_hook if p.requires_grad]:
             handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             weakref.finalize(self, handle.remove)  # so that the module may be wrapped again
@@ -398,18 +400,13 @@ def _listed(names: list[str]) -> str:
 # Before each step of any optimizer torch calls a hook. A parameter names its reducer by its own.
 
 
-def is_reducers(hook: Any) -> bool:
-    """Whether a hook of a parameter is a reducer's."""
-    return getattr(hook, "func", None) is Reducer._gradient_ready
-
-
 def _check_step(optimizer: Optimizer, *_: object) -> None:
     if not inside_backward():  # as ordinary steps are
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-                if is_reducers(hook) and (reducer := hook.args[0]()) is not None:
+                if isinstance(hook, WrapperHook) and (reducer := hook.args[0]()) is not None:
                     reducer.check_step(parameter)
 
 

@@ -305,6 +305,10 @@ register_optimizer_step_pre_hook(partial(_tell, lambda owner, opt: owner.before_
 register_optimizer_step_post_hook(partial(_tell, lambda owner, opt: owner.after_step(opt)))
 
 
+class WrapperHook(partial[None]):
+    """A hook that a wrapper has put on a parameter, and that other parameters do not take over."""
+
+
 # ------------------------------------------------------------------------------
 # `Slice`: which part of a tensor a rank holds. Checkpoints know no more of how a model is split.
 #

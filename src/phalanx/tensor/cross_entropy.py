@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # imports torch._dynamo at the first call, not now: 2 s
 from torch.autograd import Function
 
 from phalanx.collectives import ReduceOp, all_reduce
@@ -28,6 +29,7 @@ NAME = "parallel_cross_entropy"
 REDUCTIONS = ("mean", "sum", "none")
 
 
+@_disable_dynamo  # torch.compile runs it as it is
 def parallel_cross_entropy(
     logits: Tensor,
     targets: Tensor,

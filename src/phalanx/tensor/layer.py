@@ -13,7 +13,7 @@ from phalanx.core.backend import Backend
 from phalanx.errors import SizeMismatchError, UnsupportedOperationError
 from phalanx.parallel.gradient_parts import mark_part
 from phalanx.parallel.guards import check_agreement, describe_with_values
-from phalanx.parallel.reducer import is_reducers
+from phalanx.parallel.wrapper import WrapperHook
 from phalanx.tensor.functions import reduce_from_ranks, scatter_sum
 from phalanx.tensor.shards import ShardSpec
 
@@ -209,8 +209,8 @@ def own_part(parameter: nn.Parameter, split: Split | None, rank: int) -> nn.Para
     if parameter._backward_hooks:
         own._backward_hooks = OrderedDict(parameter._backward_hooks)
     hooks = parameter._post_accumulate_grad_hooks or {}
-    if kept := OrderedDict((key, hook) for key, hook in hooks.items() if not is_reducers(hook)):
-        own._post_accumulate_grad_hooks = kept
+    if kept := {key: hook for key, hook in hooks.items() if not isinstance(hook, WrapperHook)}:
+        own._post_accumulate_grad_hooks = OrderedDict(kept)
     return own
 
 
