@@ -42,60 +42,54 @@ from phalanx.parallel.wrapper import Wrapper, inside_backward
 class DDP(Wrapper):
     """A module whose gradients are averaged over the ranks of `backend`, during backward.
 
-        module         the model; the same on every rank, in structure. Its parameters and buffers are
-                       overwritten with rank 0's here, in place, so an optimizer may exist already
-        backend        the ranks that train together
-        bucket_size    bytes of gradients that are sent as one message. The first backward pass fills
-                       buckets in reverse order of the parameters; later ones in the order in which
-                       gradients arrived on rank 0 then
-        broadcast_buffers       in training, buffers are rank 0's at the start of each forward pass
-        find_unused_parameters  a parameter that a rank's backward pass does not reach counts as zeros
-                       there; its gradient stays None if no rank's pass reached it. Costs one small
-                       message. Without it, such a parameter is an error that names it
-        skip_nonfinite          where gradients of a rank are infinite or NaN, every `.grad` of all
-                       ranks becomes None, so that `optimizer.step()` does nothing. A warning in the log
-                       names the ranks and their first such parameters; so do `skipped_steps` and
-                       `last_skip`. What `no_sync` accumulated before is dropped, too. Costs reading
-                       each bucket once before it is averaged and once after, and a message of 8 bytes.
-                       Not together with torch's GradScaler, which checks the averages by itself
-        check_replicas_every    after each such number of averaging backward passes, a hash of all
-                       parameters is compared over the ranks: `DesyncError`, on every rank, names the
-                       first one that differs and the ranks in the minority. 0: never. Costs reading
-                       the parameters once, and a message of 8 bytes
-        compression             send less: `ErrorFeedback(TopK(0.01))`, `PowerSGD(4)`, ...; see below
+    module         the model; the same on every rank, in structure. Its parameters and buffers are
+                   overwritten with rank 0's here, in place, so an optimizer may exist already
+    backend        the ranks that train together
+    bucket_size    bytes of gradients that are sent as one message. The first backward pass fills
+                   buckets in reverse order of the parameters; later ones in the order in which
+                   gradients arrived on rank 0 then
+    broadcast_buffers       in training, buffers are rank 0's at the start of each forward pass
+    find_unused_parameters  a parameter that a rank's backward pass does not reach counts as zeros
+                   there; its gradient stays None if no rank's pass reached it. Costs one small
+                   message. Without it, such a parameter is an error that names it
+    skip_nonfinite          where gradients of a rank are infinite or NaN, every `.grad` of all
+                   ranks becomes None, so that `optimizer.step()` does nothing. A warning in the log
+                   names the ranks and their first such parameters; so do `skipped_steps` and
+                   `last_skip`. What `no_sync` accumulated before is dropped, too. Costs reading
+                   each bucket once before it is averaged and once after, and a message of 8 bytes.
+                   Not together with torch's GradScaler, which checks the averages by itself
+    check_replicas_every    after each such number of averaging backward passes, a hash of all
+                   parameters is compared over the ranks: `DesyncError`, on every rank, names the
+                   first one that differs and the ranks in the minority. 0: never. Costs reading
+                   the parameters once, and a message of 8 bytes
+    compression             send less: `ErrorFeedback(TopK(0.01))`, `PowerSGD(4)`, ...; see below
 
-        When `loss.backward()` returns, every `.grad` is the mean over the ranks: with equal batch sizes
-        and a loss that is a mean, the gradient of the joined batch. For batches of different sizes see
-        `weighted`, for different numbers of them `join`. Gradients live in the buckets' memory, which
-    <<<<<<< HEAD
-        the next backward pass writes again: clone what is to be kept. A step of an optimizer in a hook,
-        inside the pass, is a `MisuseError` on every rank. A step sends 2(p-1)/p of the gradients' bytes
-        from each of p ranks.
-    =======
-        the next backward pass writes again: clone what is to be kept. An optimizer that steps inside
-        the pass, in a hook, is a `MisuseError` on every rank. A step sends 2(p-1)/p of the gradients'
-        bytes from each of p ranks.
-    >>>>>>> wt-i
+    When `loss.backward()` returns, every `.grad` is the mean over the ranks: with equal batch sizes
+    and a loss that is a mean, the gradient of the joined batch. For batches of different sizes see
+    `weighted`, for different numbers of them `join`. Gradients live in the buckets' memory, which
+    the next backward pass writes again: clone what is to be kept. A step of an optimizer in a hook,
+    inside the pass, is a `MisuseError` on every rank. A step sends 2(p-1)/p of the gradients' bytes
+    from each of p ranks.
 
-        Only what backward passes add to `.grad` is averaged: `torch.autograd.grad`, and `backward` with
-        other `inputs=`, send nothing. Ranks that freeze or unfreeze parameters between two passes do it
-        alike, or a `DesyncError` names one. Sparse gradients (`nn.Embedding(sparse=True)`) are averaged
-        at the end of a pass, not compressed: each rank sends its rows, p-1 times.
+    Only what backward passes add to `.grad` is averaged: `torch.autograd.grad`, and `backward` with
+    other `inputs=`, send nothing. Ranks that freeze or unfreeze parameters between two passes do it
+    alike, or a `DesyncError` names one. Sparse gradients (`nn.Embedding(sparse=True)`) are averaged
+    at the end of a pass, not compressed: each rank sends its rows, p-1 times.
 
-        `state_dict` and the names of parameters are those of the plain module, which is `.module`.
+    `state_dict` and the names of parameters are those of the plain module, which is `.module`.
 
-        With `compression` buckets are averaged by a copy of that compressor, `.compression`, as they
-        are at the end of a pass: add up gradients of several passes under `no_sync`. What it remembers
-        of each gradient (what error feedback has left over) stays as it was if a pass fails, if its
-        step is skipped, or if the averages are not finite. Else it counts like a gradient: a rank that
-        has no batch left still sends it. With a scaled loss (torch's GradScaler) it has that scale:
-        call `.compression.scale_` when the scale changes. `state_dict` has this rank's, too, under keys
-        of its own (`own_state`), which `load_state_dict` of a DDP takes, and that of a plain module
-        only with `strict=False`; `.module.state_dict()` is without them.
+    With `compression` buckets are averaged by a copy of that compressor, `.compression`, as they
+    are at the end of a pass: add up gradients of several passes under `no_sync`. What it remembers
+    of each gradient (what error feedback has left over) stays as it was if a pass fails, if its
+    step is skipped, or if the averages are not finite. Else it counts like a gradient: a rank that
+    has no batch left still sends it. With a scaled loss (torch's GradScaler) it has that scale:
+    call `.compression.scale_` when the scale changes. `state_dict` has this rank's, too, under keys
+    of its own (`own_state`), which `load_state_dict` of a DDP takes, and that of a plain module
+    only with `strict=False`; `.module.state_dict()` is without them.
 
-        Raises `DesyncError`, on every rank, if the ranks' models or options differ, naming the first
-        parameter or option that does; `UnsupportedOperationError` if a parameter's dtype cannot be
-        compressed.
+    Raises `DesyncError`, on every rank, if the ranks' models or options differ, naming the first
+    parameter or option that does; `UnsupportedOperationError` if a parameter's dtype cannot be
+    compressed.
     """
 
     averages = True
