@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from phalanx.compression import Compressor
@@ -160,7 +161,7 @@ class FSDP(Wrapper):
 
     # As a module ----------------------------------------------------------------------------
 
-    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
+    @_disable_dynamo(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. Blocks while groups are unsharded."""
         if self.backend.forked:  # perhaps in the middle of a pass

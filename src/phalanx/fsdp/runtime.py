@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 
 from phalanx.collectives import ReduceOp, all_reduce_
@@ -94,11 +95,8 @@ class FsdpRuntime:
     def hook(self) -> list[Any]:
         """Notice passes from now on. Returns the handles of the hooks."""
         handles: list[Any] = []
-        # torch.compile traces what a module computes between them.
-        pre_forward = torch.compiler.disable(self.pre_forward)  # type: ignore[no-untyped-call]
-        post_forward = torch.compiler.disable(self.post_forward)  # type: ignore[no-untyped-call]
         for group in self.groups:
-            before, after = partial(pre_forward, group), partial(post_forward, group)
+            before, after = partial(self.pre_forward, group), partial(self.post_forward, group)
             register_before = group.module.register_forward_pre_hook
             register_after = group.module.register_forward_hook
             # First of all, for other hooks may use parameters.
@@ -116,6 +114,7 @@ class FsdpRuntime:
 
     # A forward pass -------------------------------------------------------------------------
 
+    @_disable_dynamo  # torch.compile traces what a module computes between this and the next
     def pre_forward(self, group: ParameterGroup, _: nn.Module, args: Any, kwargs: Any) -> Any:
         """A group's module is about to compute. Returns the model's inputs, if they are cast."""
         again = inside_backward()  # a checkpoint is computed again
@@ -160,6 +159,7 @@ class FsdpRuntime:
         if not self.synchronize and torch.is_grad_enabled():
             self.accumulated = True  # on all ranks, whatever has gradients on this one
 
+    @_disable_dynamo
     def post_forward(
         self, group: ParameterGroup, _: nn.Module, args: Any, kwargs: Any, outputs: Any
     ) -> None:
