@@ -168,7 +168,7 @@ def test_reduce_scatter_of_what_does_not_divide_is_refused_before_anything_is_se
 ) -> None:
     def run(backend: Backend) -> float:
         if backend.rank == 1:
-            with pytest.raises(SizeMismatchError, match=r"4 slices.*pad dim 0") as info:
+            with pytest.raises(SizeMismatchError, match=r"4 slices.*(pad|no) dim 0") as info:
                 phalanx.reduce_scatter(torch.ones(shape), backend)
             assert (info.value.rank, info.value.op) == (1, "reduce_scatter")
             assert str(list(shape)) in str(info.value)

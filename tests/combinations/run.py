@@ -3,7 +3,7 @@
     python tests/combinations/run.py                        all of it
     python tests/combinations/run.py --pairs --backend shm  each wrapper with each feature, there
     python tests/combinations/run.py --only DDP --features no_sync,Adam
-    python tests/combinations/run.py --pairs --write-docs   and write the table of the docs
+    python tests/combinations/run.py --pairs --write-docs   and write the table of combinations.md
     python tests/combinations/run.py --faults               planted faults: are they found?
 
 The exit code is 0 if each cell is right, or refused as `expected.py` says.
