@@ -132,10 +132,12 @@ def check_tensor(tensor: Tensor, backend: Backend, op: str) -> None:
     backend.check_movable(tensor, op)
 
 
-def _no_tensor(tensor: object, backend: object, op: str) -> TypeError:
+def _no_tensor(tensor: object, backend: Any, op: str) -> TypeError:
     name = type(tensor).__name__
     if isinstance(backend, Backend):
         return TypeError(f"rank {backend.rank}: {op} takes a tensor, not {name}")
+    if hasattr(type(backend), "__getattr__"):
+        _ = backend.rank  # a DeviceMesh says what to give in its place
     return TypeError(
         f"{op} takes a tensor, then a backend, not {name} and {type(backend).__name__}"
     )
