@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -85,3 +87,13 @@ def asking_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     test_conformance_agreement.py, and wherever ranks are processes.
     """
     monkeypatch.setattr(Cluster, "ask_every", 0.1)
+
+
+@pytest.fixture(autouse=True)
+def _log_as_before() -> Iterator[None]:
+    """No test leaves the log of the others at another level."""
+    log = logging.getLogger("phalanx")
+    before = log.level, log.propagate, log.disabled
+    yield
+    log.setLevel(before[0])
+    log.propagate, log.disabled = before[1:]

@@ -206,18 +206,20 @@ def environment(**values: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
+LOG = logging.getLogger("phalanx")
+LEVEL = LOG.level  # ranks that are threads may be in `quiet` at the same time
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without warnings and the log."""
-    log = logging.getLogger("phalanx")
-    before = log.level
-    log.setLevel(logging.CRITICAL)
+    LOG.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        log.setLevel(before)
+        LOG.setLevel(LEVEL)
 
 
 def place_of(name: str) -> Place:

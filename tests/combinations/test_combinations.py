@@ -25,7 +25,6 @@ from places import Place, place_of
 from wrappers import WAYS, Way
 
 HERE = Path(__file__).parent
-HERE = Path(__file__).parent
 CHOSEN = 24  # cells that the date chooses
 SLOW = ("DDP", "FULL_SHARD", "1F1B")  # wrappers with which what takes seconds is tried here
 
