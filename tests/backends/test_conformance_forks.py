@@ -14,7 +14,7 @@ import weakref
 import pytest
 import torch
 from clusters import CLUSTERS, Cluster
-from forks import said_by_child
+from children import said_by_child
 from torch import nn
 
 import phalanx

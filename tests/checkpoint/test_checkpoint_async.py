@@ -110,16 +110,15 @@ def test_an_error_in_the_background_is_logged_and_raised_by_wait(
 ) -> None:
     def run(backend: Backend) -> None:
         model = FlatShards(Mixed(), backend)
-        with caplog.at_level(logging.ERROR, "phalanx"):
-            pending = save_checkpoint(folder, model=model, step=5, async_save=True)
-            for _ in range(2):
-                with pytest.raises(CheckpointIOError, match="No space left") as caught:
-                    pending.wait()
-                assert caught.value.errno == errno.ENOSPC
+        pending = save_checkpoint(folder, model=model, step=5, async_save=True)
+        for _ in range(2):
+            with pytest.raises(CheckpointIOError, match="No space left") as caught:
+                pending.wait()
+            assert caught.value.errno == errno.ENOSPC
         assert "failed" in repr(pending)
         backend.barrier()
 
-    with watched(str(folder), no_space):
+    with caplog.at_level(logging.ERROR, "phalanx"), watched(str(folder), no_space):
         Simulated().run(run, 2)
     assert "the checkpoint of step 5 was not saved" in caplog.text
     assert [path.name for path in folder.iterdir()] == [".phalanx-lock"]

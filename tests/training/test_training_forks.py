@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from clusters import CLUSTERS, Cluster, Tcp
-from forks import said_by_child
+from children import said_by_child
 from torch import nn
 
 import phalanx
