@@ -13,8 +13,8 @@ import weakref
 
 import pytest
 import torch
-from clusters import CLUSTERS, Cluster
 from children import said_by_child
+from clusters import CLUSTERS, Cluster
 from torch import nn
 
 import phalanx

@@ -136,17 +136,17 @@ PLAYS: dict[str, Play] = {
 }
 
 
-def plain(play: Play) -> tuple[Any, list[Any]]:
+def plain(play: Play, build: Callable[[], nn.Module] = mlp) -> tuple[Any, list[Any]]:
     """The mean gradient over the ranks, and what the play gave on each.
 
     Of a play that steps the ranks are one model: then each step needs the mean.
     """
-    models = [mlp() for _ in range(RANKS)]
+    models = [build() for _ in range(RANKS)]
     given = [play(model, rank) for rank, model in enumerate(models)]
-    grads = {
-        name: torch.stack([dict(m.named_parameters())[name].grad for m in models]).mean(0)
-        for name, _ in models[0].named_parameters()
-    }
+    grads: dict[str, Any] = {}
+    for (name, first), *others in zip(*(m.named_parameters() for m in models), strict=True):
+        parts = [first.grad, *(p.grad for _, p in others)]
+        grads[name] = None if first.grad is None else torch.stack(parts).mean(0)
     return grads, given
 
 
@@ -317,3 +317,67 @@ def test_sparse_gradients_become_dense_shards(strategy: Any, where: Any):
             (plain(torch.tensor(words)).pow(2).sum() / RANKS).backward()
     expected = {name: p.grad.to_dense() for name, p in plain.named_parameters()}
     assert_close(joined(on_ranks(where, RANKS, build, body)), expected)
+
+
+# Layers that give back what they were given ---------------------------------------------------
+
+
+class Dropped(nn.Module):
+    """A residual layer that is left out, as LayerDrop does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.left_out = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.left_out else x + self.inner(x)
+
+
+class InPlace(Dropped):
+    """A residual layer that adds to what it was given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += self.inner(x.tanh())
+        return x
+
+
+class Beside(Dropped):
+    """It gives back its input, and beside it what it has computed of that."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, self.inner(x)
+
+
+class Gives(nn.Module):
+    """A layer of this kind behind one whose backward pass reads its weight."""
+
+    def __init__(self, kind: type[Dropped]) -> None:
+        super().__init__()
+        self.stem, self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+        self.given = kind()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.given(self.first(self.stem(x)))
+        return self.last(out[0] + out[1].square() if isinstance(out, tuple) else out)
+
+
+def three_steps(model: nn.Module, rank: int) -> None:
+    for number in range(3):
+        model(x_of(rank, number)).pow(2).sum().backward()
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("where", [COMMON, COOPERATIVE, MESSAGES], ids=lambda each: each.name)
+@pytest.mark.parametrize("kind", [Dropped, InPlace, Beside])
+def test_a_layer_may_give_back_its_input(kind: type[Dropped], where: Any, prefetch: int):
+    def body(model: nn.Module, backend: Backend) -> Any:
+        fsdp = FSDP(model, backend, prefetch=prefetch)
+        three_steps(fsdp, backend.rank)
+        return gradient_pieces(fsdp)
+
+    def build() -> nn.Module:
+        return seeded(lambda: Gives(kind))
+
+    wanted, _ = plain(three_steps, build)
+    assert_close(joined(on_ranks(where, RANKS, build, body)), wanted)

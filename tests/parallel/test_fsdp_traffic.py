@@ -141,6 +141,18 @@ def test_a_group_that_computes_twice_is_reduced_once() -> None:
     assert over_tcp(run, 2) == [["reduces 4", "reduces 1", "reduces 0"]] * 2
 
 
+def test_a_layer_that_gives_back_its_input_is_not_reduced_and_those_around_it_are_once() -> None:
+    class LeftOut(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    def run(backend: Backend) -> list[str]:
+        first, _, last = layers()
+        return reductions(backend, 1, nn.Sequential(first, LeftOut(WIDTH, WIDTH), last))
+
+    assert over_tcp(run, 2) == [["reduces 2", "reduces 0"]] * 2
+
+
 def test_a_backward_pass_through_two_forward_passes_reduces_each_group_once() -> None:
     def run(backend: Backend) -> list[str]:
         return reductions(backend, 2, layers())

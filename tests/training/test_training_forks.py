@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from clusters import CLUSTERS, Cluster, Tcp
 from children import said_by_child
+from clusters import CLUSTERS, Cluster, Tcp
 from torch import nn
 
 import phalanx

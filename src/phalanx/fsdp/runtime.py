@@ -81,8 +81,9 @@ class FsdpRuntime:
         self._rank = plan.world.rank
         self._last_order: Sequence[ParameterGroup] = groups  # of the last forward pass, or a guess
         self._order: list[ParameterGroup] = []  # in the pass under way, or over
-        # Groups' forward passes inside each other; what error was being handled when each began.
-        self._stack: list[tuple[ForwardCall, BaseException | None]] = []
+        # Groups' forward passes inside each other; what error was being handled when each began;
+        # the nodes that have computed its inputs, of a leaf None.
+        self._stack: list[tuple[ForwardCall, BaseException | None, set[Any]]] = []
         self._keeps_graph = False
         self._accumulates = False  # whether the backward pass adds to gradients of parameters
         # Whether there is a graph of a backward pass, which will read parameters, too; and whether
@@ -131,7 +132,7 @@ class FsdpRuntime:
         earlier = order[max(place - 1 - self.prefetch, 0) : max(place - 1, 0)][::-1]
         outer = self._stack[-1][0] if self._stack else None
         call = ForwardCall(group, self.write_epoch.number, earlier, outer)
-        self._stack.append((call, sys.exc_info()[1]))
+        self._stack.append((call, sys.exc_info()[1], _nodes((args, kwargs))))
         group.unshard()
         group.wait_for_unshard()
         group.state.on_backward = lambda: self._pre_backward(call)
@@ -168,10 +169,10 @@ class FsdpRuntime:
             self._stack.pop()
         if not self._stack:
             return
-        call, error = self._stack.pop()
+        call, error, before = self._stack.pop()
         failed = sys.exc_info()[1] is not error
         if not failed and torch.is_grad_enabled():
-            self._watch(call, (args, kwargs), outputs)
+            self._watch(call, before, outputs)
         if inside_backward():
             return  # a checkpoint is computed again, and its backward pass comes at once
         if not failed:
@@ -213,24 +214,26 @@ class FsdpRuntime:
 
     # A backward pass: where it is -----------------------------------------------------------
 
-    def _watch(self, call: ForwardCall, inputs: Any, outputs: Any) -> None:
+    def _watch(self, call: ForwardCall, before: set[Any], outputs: Any) -> None:
         """See to it that the backward pass through this call is noticed.
 
         So it is where it comes to what was computed from an unsharded parameter, too; but then
-        views of parameters may have been read before.
+        views of parameters may have been read before. What a layer returns as it was given, such as
+        one that is left out at random, is of the group that has computed it.
         """
         call.group.waiting.add(call)
-        before = [
-            t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor) and t.requires_grad
+        computed = [
+            t
+            for t in pytree.tree_leaves(outputs)
+            if isinstance(t, Tensor) and t.grad_fn and t.grad_fn not in before
         ]
-        attached = [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.grad_fn]
-        for number, output in enumerate(attached):
+        for number, output in enumerate(computed):
             output.register_hook(lambda _, n=number: self._enter(call, n))  # type: ignore[no-untyped-call]
         # A leaf would collect the hooks of all passes.
-        if attached and before and not any(tensor.is_leaf for tensor in before):
+        if computed and before and None not in before:
             call.inputs = len(before)
-            for tensor in before:
-                tensor.register_hook(lambda _: self._leave(call))  # type: ignore[no-untyped-call]
+            for node in before:
+                node.register_prehook(lambda _: self._leave(call))
 
     def _begin_backward(self) -> None:
         if not self.in_backward:
@@ -266,8 +269,17 @@ class FsdpRuntime:
         self._begin_backward()
         self._makes_graph = torch.is_grad_enabled()
         self._has_graph |= self._makes_graph
-        if call in group.open_calls:
-            return
+        opened = call not in group.open_calls
+        if opened:
+            self._open(call)
+        group.unshard()
+        group.wait_for_unshard()
+        for earlier in call.earlier if opened else ():
+            earlier.unshard()
+
+    def _open(self, call: ForwardCall) -> None:
+        """The backward pass has come to this call, and so has left groups before it."""
+        group = call.group
         if call.outer is not None:  # first, on all ranks, whose last computation it may be or not
             self._pre_backward(call.outer)
         self._calls.append(call)
@@ -282,10 +294,6 @@ class FsdpRuntime:
                 continue
             if not group.is_around(other):
                 self._post_backward(other)
-        group.unshard()
-        group.wait_for_unshard()
-        for earlier in call.earlier:
-            earlier.unshard()
 
     @torch.no_grad()
     def post_accumulate_grad(
@@ -406,3 +414,11 @@ class FsdpRuntime:
         for group in self.groups:
             group.end_backward()
             self._reshard(group)
+
+
+def _nodes(given: Any) -> set[Any]:
+    """What has computed the tensors among these that a backward pass comes to; of a leaf None."""
+    if not torch.is_grad_enabled():
+        return set()
+    leaves = pytree.tree_leaves(given)
+    return {t.grad_fn for t in leaves if isinstance(t, Tensor) and t.requires_grad}
