@@ -1,4 +1,8 @@
-"""The layers of docs/design.md: imports point down, without circles, and nothing is global."""
+"""The layers of docs/design.md: imports point down, without circles, and nothing is global.
+
+And the meter: each package has a budget. Whoever needs more raises the number here, in the commit
+that needs it, and says why in its message. So growth is a decision.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +40,32 @@ LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 # What torch calls in every program is where it finds it soonest; the package's name registers, too.
 OF_THE_STUB = "phalanx.torch_backend.__init__", "phalanx.__init__"
 WITH_DDP = {"parallel.reducer", "parallel.uneven", "parallel.naive_ddp"}
+
+BUDGETS = {  # of each package: lines, files
+    ".": (750, 4),  # the package's own files
+    "aggregation": (1_800, 7),
+    "checkpoint": (4_500, 16),
+    "cli": (1_300, 9),
+    "collectives": (5_000, 21),
+    "compression": (1_800, 7),
+    "core": (5_250, 19),
+    "fsdp": (2_600, 10),
+    "integrations": (350, 3),
+    "launch": (6_100, 24),
+    "native": (2_250, 8),
+    "parallel": (3_900, 18),
+    "pipeline": (1_950, 8),
+    "tensor": (1_700, 9),
+    "tools": (5_800, 23),
+    "torch_backend": (1_950, 9),
+    "training": (1_300, 6),
+    "transport": (700, 3),  # without its packages
+    "transport.shm": (1_500, 5),
+    "transport.tcp": (3_650, 11),
+    "wire": (1_350, 6),
+}
+LONGEST_BODY = 53  # lines of a function, without signature and docstring
+OVER_40 = 20  # functions that have more than 40
 
 
 def module_of(path: Path) -> str:
@@ -132,3 +162,45 @@ def test_no_pickle_outside_of_spawn() -> None:
         if isinstance(node, ast.Import) and "pickle" in [alias.name for alias in node.names]
     }
     assert importing <= {"spawn.py", "worker.py", "report.py"}
+
+
+# The meter ------------------------------------------------------------------------------------
+
+
+def test_no_package_is_larger_than_its_budget() -> None:
+    files = defaultdict(list)
+    for path in FILES:
+        folder = ".".join(path.parent.relative_to(PACKAGE).parts) or "."
+        fitting = [name for name in BUDGETS if f"{folder}.".startswith(f"{name}.")]
+        assert fitting, f"{path} has no budget"
+        files[max(fitting, key=len)].append(path)
+    size = {
+        name: (sum(len(path.read_text().splitlines()) for path in paths), len(paths))
+        for name, paths in files.items()
+    }
+    beyond = [
+        f"{name}: {lines} lines in {count} files, of {BUDGETS[name]}"
+        for name, (lines, count) in size.items()
+        if lines > BUDGETS[name][0] or count > BUDGETS[name][1]
+    ]
+    assert not beyond
+    assert size.keys() == BUDGETS.keys()
+
+
+def lines_of_bodies() -> dict[str, int]:
+    """Of each function of the package."""
+    found = {}
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+                lines = node.end_lineno - body[0].lineno + 1 if body else 0
+                found[f"{path.relative_to(PACKAGE)}:{node.lineno} {node.name}"] = lines
+    return found
+
+
+def test_no_function_is_longer_than_the_longest_of_today() -> None:
+    bodies = lines_of_bodies()
+    assert not [name for name, lines in bodies.items() if lines > LONGEST_BODY]
+    long = [f"{name}: {lines}" for name, lines in bodies.items() if lines > 40]
+    assert len(long) <= OVER_40, long
