@@ -48,7 +48,7 @@ BUDGETS = {  # of each package: lines, files
     "cli": (1_300, 9),
     "collectives": (5_000, 21),
     "compression": (1_800, 7),
-    "core": (5_250, 19),
+    "core": (5_150, 19),
     "fsdp": (2_600, 10),
     "integrations": (350, 3),
     "launch": (6_100, 24),
@@ -59,9 +59,9 @@ BUDGETS = {  # of each package: lines, files
     "tools": (5_800, 23),
     "torch_backend": (1_950, 9),
     "training": (1_300, 6),
-    "transport": (700, 3),  # without its packages
+    "transport": (710, 3),  # without its packages
     "transport.shm": (1_500, 5),
-    "transport.tcp": (3_650, 11),
+    "transport.tcp": (3_600, 11),
     "wire": (1_350, 6),
 }
 LONGEST_BODY = 53  # lines of a function, without signature and docstring
@@ -82,10 +82,15 @@ def trees() -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text()) for path in FILES}
 
 
-def imports_of(tree: ast.Module) -> set[str]:
-    """The modules of the package that a file imports, anywhere in it, for types too."""
+def imports_of(tree: ast.Module, *, for_types: bool = True) -> set[str]:
+    """The modules of the package that a file imports, anywhere in it."""
     names: set[str] = set()
+    skipped = (
+        set() if for_types else {each for only in typing_only(tree) for each in ast.walk(only)}
+    )
     for node in ast.walk(tree):
+        if node in skipped:
+            continue
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -95,6 +100,12 @@ def imports_of(tree: ast.Module) -> set[str]:
                 is_module = {whole, f"{whole}.__init__"} & MODULES
                 names.add(whole if is_module else str(node.module))
     return {found for name in names for found in (name, f"{name}.__init__") if found in MODULES}
+
+
+def typing_only(tree: ast.Module) -> list[ast.If]:
+    """The blocks that only a type checker reads."""
+    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+    return [each for each in blocks if getattr(each.test, "id", "") == "TYPE_CHECKING"]
 
 
 @cache
@@ -125,8 +136,18 @@ def test_imports_point_down() -> None:
 
 
 def test_no_import_goes_in_a_circle() -> None:
+    """Types of one package may refer to each other."""
+    real = {
+        module: {
+            other
+            for other in imports_of(tree)
+            if other.rpartition(".")[0] != module.rpartition(".")[0]
+            or other in imports_of(tree, for_types=False)
+        }
+        for module, tree in ((module_of(path), tree) for path, tree in trees().items())
+    }
     try:
-        TopologicalSorter(imports()).prepare()
+        TopologicalSorter(real).prepare()
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
 

@@ -19,7 +19,7 @@ from forms import LONG
 
 import phalanx
 from phalanx import Backend, DistributedError, PeerLostError, SimulatedBackend, simulate
-from phalanx.core.posted import WorkBase
+from phalanx.core.work import Work
 
 threads = pytest.mark.parametrize(
     "threads",
@@ -128,7 +128,7 @@ def test_an_interrupt_at_the_end_of_a_collective_leaves_nothing_queued(
     with SimulatedBackend.create_group(1)[0] as backend:
         work_ended, came = backend.group.work_ended, iter([True])
 
-        def interrupted_once(work: WorkBase) -> None:
+        def interrupted_once(work: Work) -> None:
             if next(came, False):
                 raise KeyboardInterrupt
             work_ended(work)

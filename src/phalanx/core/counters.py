@@ -35,13 +35,17 @@ from contextlib import contextmanager
 from operator import index
 from threading import RLock
 from time import time
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
 from phalanx.core.call import Call
-from phalanx.core.posted import PostedMessage, PostedReceive, Wait, WorkBase
+from phalanx.core.posted import PostedMessage, PostedReceive, Wait
 from phalanx.core.steps import ANY, Step
 from phalanx.errors import DistributedError
+
+if TYPE_CHECKING:
+    from phalanx.core.work import Work
 
 # ------------------------------------------------------------------------------
 # What `backend.counters()` returns.
@@ -264,7 +268,7 @@ class Counters:
         """A thread begins to wait. Lock not held."""
         self._blocked.setdefault(wait, [now])
 
-    def arrived(self, work: WorkBase, peer: int) -> None:
+    def arrived(self, work: Work[Any], peer: int) -> None:
         """A step of a work is complete, with this peer's part as the last one."""
         for wait, since in list(self._blocked.items()):
             if wait is work or _is_held_up(wait, work):
@@ -292,7 +296,7 @@ class Counters:
             self._peers[peer].seconds_waiting += seconds
 
 
-def _is_held_up(wait: Wait, work: WorkBase) -> bool:
+def _is_held_up(wait: Wait, work: Work[Any]) -> bool:
     """Whether this has to end before the wait can, or before a part of it can."""
     return any(part.group.head_of_queue(part) is work for part in wait.parts())
 

@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
@@ -33,7 +33,7 @@ from phalanx.core.counters import Counters, Counts, Progress
 from phalanx.core.device import AcceleratorCopies, HostCopies, device_kinds
 from phalanx.core.failure import Failure, forked_error
 from phalanx.core.matching import Matching
-from phalanx.core.posted import GroupBase, PostedRound, Poster, Wait, WorkBase
+from phalanx.core.posted import PostedMessage, PostedRound, Wait
 from phalanx.core.recorder import History, Trace, set_up_log
 from phalanx.core.steps import ANY, NOTHING, Native, Round, Step
 from phalanx.core.transport import Control, Transport
@@ -42,6 +42,10 @@ from phalanx.errors import PeerLostError, UnsupportedOperationError
 from phalanx.wire.control import Answer, Ask, FailureNotice
 from phalanx.wire.frame import Channel, Kind
 
+if TYPE_CHECKING:
+    from phalanx.core.group import Group
+    from phalanx.core.work import Work
+
 log = logging.getLogger("phalanx")
 
 ASK_EVERY = 0.5
@@ -49,7 +53,7 @@ LONGEST_WAIT = 3600.0  # seconds; a condition variable cannot wait for infinity
 MOST_GROUPS = 4096  # of which early control messages are kept
 
 
-class Engine(Poster):
+class Engine:
     """The works of one rank, of all its groups, over one transport.
 
     lock       guards all of it; ranks that are threads of one process may share one
@@ -62,6 +66,7 @@ class Engine(Poster):
     in_child   called, in order, in such a child: what it must not keep open
     native     for each group, what another library carries out whole
     counters   counts what this rank does; None until the first call of `count`
+    moved      is told of each message that is about to be complete; None: nobody counts them
     progress   how far the program has come
     at_close   called, in order, when this rank has left; the lock is not held
     copies     for each device on which tensors were, the copies to and from host memory
@@ -78,7 +83,7 @@ class Engine(Poster):
         world_size: int,
         *,
         lock: threading.RLock | None = None,
-        ready: deque[WorkBase] | None = None,
+        ready: deque[Work[Any]] | None = None,
         now: Callable[[], float] = monotonic,
         ask_every: float = ASK_EVERY,
     ) -> None:
@@ -89,10 +94,10 @@ class Engine(Poster):
         self.ask_every = ask_every
         self.lock = lock if lock is not None else threading.RLock()
         self.finishing = threading.RLock()
-        self.ready: deque[WorkBase] = deque() if ready is None else ready
-        self.polled: dict[WorkBase, Step] = {}  # works whose step has to be polled
-        self.callbacks: deque[tuple[Callable[[Any], object], WorkBase]] = deque()
-        self.groups: dict[int, GroupBase] = {}
+        self.ready: deque[Work[Any]] = deque() if ready is None else ready
+        self.polled: dict[Work[Any], Step] = {}  # works whose step has to be polled
+        self.callbacks: deque[tuple[Callable[[Any], object], Work[Any]]] = deque()
+        self.groups: dict[int, Group] = {}
         self.closed = False
         self.process = os.getpid()
         self.strict = os.environ.get("PHALANX_STRICT", "") == "1"
@@ -101,7 +106,7 @@ class Engine(Poster):
         self.matching = Matching(self._is_stale)
         self.history = History(rank)
         self.counters: Counters | None = None
-        self.moved = None
+        self.moved: Callable[[PostedMessage], None] | None = None
         self.progress = Progress(rank, lambda: self.now())  # noqa: PLW0108 - raises in a child
         self.at_close: list[Callable[[], object]] = []
         self.in_child: list[Callable[[], object]] = []
@@ -110,7 +115,7 @@ class Engine(Poster):
         self.watchdog = Watchdog(
             rank, world_size, self._tell, self.matching.unexpected_bytes, self.history.last
         )
-        self.native: Callable[[GroupBase], Native | None] = _no_library
+        self.native: Callable[[Group], Native | None] = _no_library
         self.copies: dict[torch.device, HostCopies] = {}
         self._early: dict[int, EarlyControl] = {}  # by the group's identity
         self._advancing = False
@@ -120,9 +125,11 @@ class Engine(Poster):
 
     # Works ----------------------------------------------------------------------------------
 
-    @override
-    def post(self, work: WorkBase, round_: Round) -> bool:
-        """Begin a round: receives first, so that an answer finds its receive posted."""
+    def post(self, work: Work[Any], round_: Round) -> bool:
+        """Begin a round: receives first, so that an answer finds its receive posted.
+
+        Returns whether it is complete already. Lock held.
+        """
         posted = work.step = PostedRound(work, round_, self)
         transport, left = self.transport, self.left or work.group.left
         if self.matching.traced:
@@ -146,7 +153,7 @@ class Engine(Poster):
         posted.posted = True
         return posted.left == 0
 
-    def begin(self, work: WorkBase, step: Step) -> bool:
+    def begin(self, work: Work[Any], step: Step) -> bool:
         """Begin a step of a work; whether it is complete already. Lock held."""
         work.step = step
         step.begin(work.call)
@@ -158,8 +165,8 @@ class Engine(Poster):
         self.transport.watch()
         return False
 
-    @override
     def withdraw(self, posted: PostedRound) -> None:
+        """Give up what is left of a round. Lock held."""
         for receive in posted.receives:
             if not receive.done:
                 receive.done = True
@@ -190,7 +197,7 @@ class Engine(Poster):
         finally:
             self._advancing = False
 
-    def _is_complete(self, work: WorkBase, step: Step) -> bool:
+    def _is_complete(self, work: Work[Any], step: Step) -> bool:
         """Look at a step that has to be polled. Ranks that diverge are told, once."""
         try:
             complete = step.ready()  # before `diverged`: who arrives in between is checked, too
@@ -225,7 +232,7 @@ class Engine(Poster):
         if self.callbacks:
             self.run_callbacks()
 
-    def poll(self, work: WorkBase) -> None:
+    def poll(self, work: Work[Any]) -> None:
         """Move what can be moved without waiting. Lock not held."""
         self.transport.poll(work)
         self.run_callbacks()
@@ -242,7 +249,7 @@ class Engine(Poster):
             except Exception:
                 log.exception("rank %d: a callback of %s failed", self.rank, work.describe())
 
-    def ended(self, work: WorkBase) -> None:
+    def ended(self, work: Work[Any]) -> None:
         """A work is over. Lock held."""
         self.polled.pop(work, None)
         if self.watchdog.queries:
@@ -264,7 +271,7 @@ class Engine(Poster):
                 self.moved = self.counters.moved
             return self.counters.snapshot()
 
-    def check_reachable(self, work: WorkBase, peer: int) -> None:
+    def check_reachable(self, work: Work[Any], peer: int) -> None:
         """Raise `PeerLostError` if a work would wait for a rank that has left."""
         group = work.group
         anyone = peer == ANY
@@ -306,7 +313,7 @@ class Engine(Poster):
 
     # Groups and peers -----------------------------------------------------------------------
 
-    def add_group(self, group: GroupBase) -> None:
+    def add_group(self, group: Group) -> None:
         """A group was made. It may be broken already: others can be ahead."""
         with self.lock:
             self.groups[group.id] = group
@@ -330,7 +337,7 @@ class Engine(Poster):
     def _tell(self, peer: int, group: int, message: Control) -> None:
         self.transport.control(peer, group, message)
 
-    def tell_members(self, group: GroupBase, message: Control) -> None:
+    def tell_members(self, group: Group, message: Control) -> None:
         """Tell the other members of a failure, or (None) that this rank has closed the group.
 
         The culprit of a failure is told, too, if it lives.
@@ -407,7 +414,7 @@ class Engine(Poster):
         self.run_ready()
 
 
-def _no_library(group: GroupBase) -> None:
+def _no_library(group: Group) -> None:
     return None
 
 

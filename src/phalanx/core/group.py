@@ -12,15 +12,14 @@ import logging
 import struct
 import weakref
 from collections import Counter, deque
+from typing import TYPE_CHECKING, Any
 
-from typing_extensions import override
-
-from phalanx.core.call import Call
+from phalanx.core.call import Call, Members
 from phalanx.core.checker import Checker
 from phalanx.core.engine import Engine
 from phalanx.core.failure import Failure, closed_error, error_for
-from phalanx.core.posted import GroupBase, PostedRound, W, WorkBase
-from phalanx.core.steps import Program, Step
+from phalanx.core.posted import PostedRound, W
+from phalanx.core.steps import Program, SharedGroup, Step
 from phalanx.errors import (
     CollectiveTimeoutError,
     DesyncError,
@@ -30,11 +29,21 @@ from phalanx.errors import (
 )
 from phalanx.wire.control import Ask
 
+if TYPE_CHECKING:
+    from phalanx.core.work import Work
+
 log = logging.getLogger("phalanx")
 
 
-class Group(GroupBase):
-    """One rank's view of one group. `parent` is the group that it was made of."""
+class Group(Members):
+    """One rank's view of one group: its works, and its failure.
+
+    parent     the group that it was made of
+    checker    whether its members do the same things in the same order
+    left       members, as global ranks, that have closed the group
+    finished   the number of its collectives that are over on this rank
+    shared     memory that members on this rank's host share
+    """
 
     def __init__(
         self, engine: Engine, ident: int, ranks: tuple[int, ...], parent: Group | None = None
@@ -46,13 +55,13 @@ class Group(GroupBase):
         self._unraised = False  # whether no call has raised the failure yet
         self._issued_before = 0  # how many collectives when it failed
         self.closed = False
-        self.left = set()
+        self.left: set[int] = set()
         self.finished = 0
         self.seconds_waiting = 0.0
         self.checker = Checker(self, engine.now, self._ask, self.fail, strict=engine.strict)
-        self.shared = None
-        self._queue: deque[WorkBase] = deque()
-        self._messages: set[WorkBase] = set()
+        self.shared: SharedGroup | None = None
+        self._queue: deque[Work[Any]] = deque()
+        self._messages: set[Work[Any]] = set()
         self._children: Counter[tuple[int, ...]] = Counter()
         self._made: weakref.WeakSet[Group] = weakref.WeakSet()
         self._numbers: Counter[tuple[str, int]] = Counter()
@@ -80,8 +89,8 @@ class Group(GroupBase):
     def _ask(self, peer: int, ask: Ask) -> None:
         self.engine.transport.control(peer, self.id, ask)
 
-    @override
     def others(self) -> list[int]:
+        """The other members, by their ranks here, that have not left."""
         left = self.left | self.engine.left
         return [
             local
@@ -89,8 +98,8 @@ class Group(GroupBase):
             if local != self.rank and rank not in left
         ]
 
-    @override
     def was_blocked(self, seconds: float) -> None:
+        """A call of this group has blocked for so long."""
         group: Group | None = self
         while group is not None:
             group.seconds_waiting += seconds
@@ -98,7 +107,7 @@ class Group(GroupBase):
 
     # Works ----------------------------------------------------------------------------------
 
-    def issue(self, work: WorkBase) -> None:
+    def issue(self, work: Work[Any]) -> None:
         """Begin a work here and now, or put it behind the collectives that were issued before.
 
         An interrupt that comes meanwhile ends it. Lock held.
@@ -148,12 +157,12 @@ class Group(GroupBase):
         lost = self._given_up(call, error)
         self.fail(Failure(type(lost), self.here, self.here, str(lost), call.describe(), before))
 
-    @override
-    def under_way(self) -> list[WorkBase]:
+    def under_way(self) -> list[Work[Any]]:
+        """Everything that has begun and not ended; the collectives first, in their order."""
         return [*self._queue, *self._messages]
 
-    @override
-    def head_of_queue(self, wait: W) -> WorkBase | W:
+    def head_of_queue(self, wait: W) -> Work[Any] | W:
+        """What has to end before this wait can: the wait itself, unless it is queued."""
         return self._queue[0] if wait.is_collective and self._queue else wait
 
     def is_free(self) -> bool:
@@ -169,7 +178,7 @@ class Group(GroupBase):
             or checker.desync
         )
 
-    def may_finish(self, work: WorkBase) -> bool:
+    def may_finish(self, work: Work[Any]) -> bool:
         """Whether a work whose steps are done is complete: not while ranks disagree."""
         if not work.is_collective:
             return True
@@ -182,7 +191,7 @@ class Group(GroupBase):
                 return False
         return True
 
-    def work_ended(self, work: WorkBase) -> None:
+    def work_ended(self, work: Work[Any]) -> None:
         """A work is over: the next one in the queue may begin."""
         call = work.call
         call.failed = work.error is not None
@@ -202,8 +211,8 @@ class Group(GroupBase):
         self.engine.history.calls.append(call)
         self.engine.ended(work)
 
-    @override
-    def work_failed(self, work: WorkBase, error: Exception) -> None:
+    def work_failed(self, work: Work[Any], error: Exception) -> None:
+        """A work cannot be completed. If it is a collective, neither can the group."""
         if work.over:
             return
         if not work.is_collective:
@@ -230,14 +239,14 @@ class Group(GroupBase):
         work.fail(error)
         self.fail(failure)
 
-    def _has_gone(self, work: WorkBase) -> bool:
+    def _has_gone(self, work: Work[Any]) -> bool:
         """Whether a message that timed out arrives all the same: resent, it would arrive twice."""
         step = work.step
         if not isinstance(step, PostedRound) or not all(part.done for part in step.receives):
             return False
         return all(send.done or self.engine.transport.settle(send) for send in step.sends)
 
-    def abandon(self, work: WorkBase, why: str | BaseException) -> None:
+    def abandon(self, work: Work[Any], why: str | BaseException) -> None:
         """The caller gave it up, for a reason, or by what interrupted it."""
         if work.over:
             if work in self._queue or work in self._messages:  # interrupted at its very end
@@ -257,14 +266,14 @@ class Group(GroupBase):
             sequence=call.sequence,
         )
 
-    @override
-    def break_alone(self, work: WorkBase, error: DistributedError) -> None:
+    def break_alone(self, work: Work[Any], error: DistributedError) -> None:
+        """End a work and break the group without telling: the others know it, too."""
         self._give_up()
         work.fail(error)
         culprit = self.ranks[error.peer or 0]
         self.fail(Failure(type(error), culprit, self.engine.rank, str(error)), tell=False)
 
-    def attend(self, work: WorkBase) -> float:
+    def attend(self, work: Work[Any]) -> float:
         """See to what is due while a work is under way; seconds until this is needed again.
 
         A collective that waits asks whether the others are in it, too. Past its deadline it fails,
@@ -285,8 +294,8 @@ class Group(GroupBase):
 
     # Failure --------------------------------------------------------------------------------
 
-    @override
     def fail(self, failure: Failure, *, tell: bool = True) -> None:
+        """Break the group: whatever is under way in it ends with this failure."""
         if self.failure is not None:
             return
         self.failure = failure
@@ -300,8 +309,8 @@ class Group(GroupBase):
         if tell:
             self.engine.tell_members(self, failure.notice())
 
-    @override
     def member_left(self, rank: int) -> None:
+        """A member has closed the group, in good order: only who waits for it cannot go on."""
         self.left.add(rank)
         if self.checker.desync is not None:
             self.fail(self.checker.desync.failure)  # it will not answer what it was doing
@@ -310,8 +319,8 @@ class Group(GroupBase):
             if work.step is not None and work.step.needs(rank):
                 self.work_failed(work, self._error_for(failure, work.call))
 
-    @override
     def close(self) -> None:
+        """End what is under way, and what was made of it; later calls are a `MisuseError`."""
         if self.closed:
             return
         self.closed = True
@@ -356,7 +365,7 @@ class Group(GroupBase):
             later=later,
         )
 
-    def _refuse(self, work: WorkBase) -> None:
+    def _refuse(self, work: Work[Any]) -> None:
         """Raise the first failure of the group, or that it is closed."""
         call, failure = work.call, self.failure
         if work.step is not None:

@@ -1,31 +1,22 @@
-"""Interfaces of what is under way on a rank, and the parts of a round that is posted.
+"""What a thread waits for, and a round of messages that is posted.
 
-    Wait        what a thread blocks on
-    WorkBase    a call that is being carried out; `work.py` implements it
-    GroupBase   its group; `group.py` implements it
-    Poster      carries out rounds; the engine implements it
-
-    PostedRound, PostedReceive, PostedSend    a round of a work that is under way, and its parts
-
-Transports, matching, the watchdog and the engine know a work through these interfaces only.
+Wait                         what a thread blocks on: a work, or any of several
+PostedRound                  a round of a work that is under way
+PostedReceive, PostedSend    its parts
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from typing_extensions import override
-
-from phalanx.core.call import Call, Members
-from phalanx.core.checker import Checker
-from phalanx.core.steps import ANY, NOTHING, Round, SharedGroup, Step
-from phalanx.wire.frame import Channel
+from phalanx.core.steps import ANY, NOTHING, Round
 
 if TYPE_CHECKING:
-    from phalanx.core.failure import Failure
+    from phalanx.core.engine import Engine
+    from phalanx.core.group import Group
+    from phalanx.core.work import Work
     from phalanx.errors import DistributedError
 
 W = TypeVar("W", bound="Wait")
@@ -43,7 +34,7 @@ class Wait(ABC):
 
     __slots__ = ()
 
-    group: GroupBase
+    group: Group
     name: str
     sequence: int
     timeout: float
@@ -69,7 +60,7 @@ class Wait(ABC):
         """The global ranks from or to which bytes are still to move."""
 
     @abstractmethod
-    def parts(self) -> Iterable[WorkBase]:
+    def parts(self) -> Iterable[Work[Any]]:
         """The works that it waits for."""
 
     @abstractmethod
@@ -80,154 +71,6 @@ class Wait(ABC):
         """`waits_for` as ranks of the group, if they are members."""
         local = self.group.to_local
         return [local[rank] for rank in self.waits_for() if rank in local]
-
-
-class WorkBase(Wait):
-    """A call that is being carried out: its step, and the memory of its rounds.
-
-    buffers    as bytes; looked up when a round is posted
-    combine    reduces bytes that arrive into a buffer
-    step       which it is in, if it is in one
-    ask_at     when it asks the other ranks whether they are in the same collective
-    sender     of a received message, as a global rank
-    waited     if it is traced: seconds until the first byte of each round arrived,
-    sent, received   and bytes moved
-    """
-
-    __slots__ = (
-        "ask_at",
-        "buffers",
-        "call",
-        "channel",
-        "combine",
-        "deadline",
-        "error",
-        "group",
-        "is_collective",
-        "over",
-        "received",
-        "sender",
-        "sent",
-        "step",
-        "timeout",
-        "waited",
-    )
-
-    call: Call
-    channel: Channel
-    buffers: Sequence[memoryview]
-    combine: Combine | None
-    step: Step | PostedRound | None
-    ask_at: float
-    sender: int
-    waited: float
-    sent: int
-    received: int
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        """For errors."""
-        return self.call.name
-
-    @property
-    def sequence(self) -> int:  # type: ignore[override]
-        """For errors."""
-        return self.call.sequence
-
-    @abstractmethod
-    def advance(self) -> None:
-        """Go on from the step that is complete, as far as possible without waiting. Lock held."""
-
-    @override
-    def expire(self, error: DistributedError) -> None:
-        self.group.work_failed(self, error)
-
-    @override
-    def parts(self) -> Iterable[WorkBase]:
-        return (self,)
-
-    @override
-    def waits_for(self) -> list[int]:
-        step = self.group.head_of_queue(self).step
-        return step.waits_for() if step is not None else []
-
-    @override
-    def describe(self) -> str:
-        return self.call.describe()
-
-
-class GroupBase(Members, ABC):
-    """One rank's view of one group: its works, and its failure.
-
-    checker    whether its members do the same things in the same order
-    left       members, as global ranks, that have closed the group
-    finished   the number of its collectives that are over on this rank
-    shared     memory that members on this rank's host share
-    """
-
-    checker: Checker
-    left: set[int]
-    finished: int
-    shared: SharedGroup | None
-    failure: Failure | None
-    closed: bool
-
-    @abstractmethod
-    def others(self) -> list[int]:
-        """The other members, by their ranks here, that have not left."""
-
-    @abstractmethod
-    def under_way(self) -> list[WorkBase]:
-        """Everything that has begun and not ended; the collectives first, in their order."""
-
-    @abstractmethod
-    def head_of_queue(self, wait: W) -> WorkBase | W:
-        """What has to end before this wait can: the wait itself, unless it is queued."""
-
-    @abstractmethod
-    def was_blocked(self, seconds: float) -> None:
-        """A call of this group has blocked for so long."""
-
-    @abstractmethod
-    def work_failed(self, work: WorkBase, error: Exception) -> None:
-        """A work cannot be completed. If it is a collective, neither can the group."""
-
-    @abstractmethod
-    def break_alone(self, work: WorkBase, error: DistributedError) -> None:
-        """End a work and break the group without telling: the others know it, too."""
-
-    @abstractmethod
-    def fail(self, failure: Failure, *, tell: bool = True) -> None:
-        """Break the group: whatever is under way in it ends with this failure."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End what is under way, and what was made of it; later calls are a `MisuseError`."""
-
-    @abstractmethod
-    def member_left(self, rank: int) -> None:
-        """A member has closed the group, in good order: only who waits for it cannot go on."""
-
-
-class Poster(ABC):
-    """Carries out rounds.
-
-    now     the clock, in seconds
-    ready   works whose step is complete: they can go on
-    moved   is told of each message that is about to be complete; None: nobody counts them
-    """
-
-    now: Callable[[], float]
-    ready: deque[WorkBase]
-    moved: Callable[[PostedMessage], None] | None
-
-    @abstractmethod
-    def post(self, work: WorkBase, round_: Round) -> bool:
-        """Begin a round, as `work.step`; whether it is complete already. Lock held."""
-
-    @abstractmethod
-    def withdraw(self, posted: PostedRound) -> None:
-        """Give up what is left of a round. Lock held."""
 
 
 class PostedMessage(ABC):
@@ -241,7 +84,7 @@ class PostedMessage(ABC):
     __slots__ = ("done", "peer", "round", "view", "work")
 
     round: PostedRound
-    work: WorkBase
+    work: Work[Any]
     peer: int
     view: memoryview
     done: bool
@@ -311,7 +154,7 @@ class PostedRound:
 
     __slots__ = ("_heard", "_posted_at", "left", "posted", "poster", "receives", "sends", "work")
 
-    def __init__(self, work: WorkBase, round_: Round, poster: Poster) -> None:
+    def __init__(self, work: Work[Any], round_: Round, poster: Engine) -> None:
         self.work = work
         self.poster = poster
         self.receives = [PostedReceive(self, *receive) for receive in round_.receives]

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from time import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx import files
 from phalanx.core.call import Call
-from phalanx.core.posted import WorkBase
 from phalanx.errors import BackendUnavailableError, MisuseError
+
+if TYPE_CHECKING:
+    from phalanx.core.work import Work
 
 SHOWN = 8  # operations in an error's note
 
@@ -80,7 +82,7 @@ class Trace:
         self._since = time() - now()
         self._file = _create(folder, rank)
         self._size = 0  # bytes, all of whole lines
-        self._issued: dict[WorkBase, float] = {}  # when the calls that issued works came back
+        self._issued: dict[Work[Any], float] = {}  # when the calls that issued works came back
         weakref.finalize(self, _close, self._file)
         self._write(b"[\n")
         self._name("process_name", 0, name=f"rank {rank}")
@@ -107,11 +109,11 @@ class Trace:
                 f"rank {rank}: no trace can be written to {VARIABLE}={folder}: {error}", rank=rank
             ) from error
 
-    def issued(self, work: WorkBase, now: float) -> None:
+    def issued(self, work: Work[Any], now: float) -> None:
         """The call that issued a work, which is not over, comes back."""
         self._issued[work] = now
 
-    def ended(self, work: WorkBase, awaited: float) -> None:
+    def ended(self, work: Work[Any], awaited: float) -> None:
         """Write down a work that is over, for which a thread has waited since then, or never (inf).
 
         A thread was in it from its start until the call that issued it came back, and while it was

@@ -15,14 +15,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from math import inf
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from phalanx.core.posted import GroupBase, PostedSend, Wait, WorkBase
+from phalanx.core.posted import PostedSend, Wait
 from phalanx.core.steps import SharedGroup, Source
 from phalanx.wire.control import Answer, Ask, FailureNotice
+
+if TYPE_CHECKING:
+    from phalanx.core.group import Group
+    from phalanx.core.work import Work
 
 Control: TypeAlias = "FailureNotice | Ask | Answer | None"
 """A control message about a group; None: this rank has closed it."""
@@ -54,7 +58,7 @@ class Transport(ABC):
     def control(self, peer: int, group: int, message: Control) -> None:
         """Send a control message about a group. Does nothing if the peer is gone."""
 
-    def tell_members(self, group: GroupBase, message: Control) -> None:
+    def tell_members(self, group: Group, message: Control) -> None:
         """Tell the other members of a group that it failed, or that this rank has closed it."""
         for rank in group.ranks:
             if rank != group.here:
@@ -67,17 +71,17 @@ class Transport(ABC):
         """Move bytes until `until` is over; past its deadline it fails. Lock not held."""
 
     @abstractmethod
-    def poll(self, work: WorkBase) -> None:
+    def poll(self, work: Work[Any]) -> None:
         """Move the bytes that can be moved without waiting. Lock not held."""
 
     def glance(self, now: float) -> None:  # noqa: B027 - not all need to do a thing
         """A call begins that may end without waiting: at intervals, poll the sockets."""
 
-    def wake(self, work: WorkBase) -> None:  # noqa: B027 - not if threads look by themselves
+    def wake(self, work: Work[Any]) -> None:  # noqa: B027 - not if threads look by themselves
         """A work has ended: wake the threads that wait for it."""
 
     def background(  # noqa: B027 - not all need to do a thing
-        self, work: WorkBase, *, patience: float
+        self, work: Work[Any], *, patience: float
     ) -> None:
         """Move this work on while no thread waits for it. Lock not held.
 
@@ -97,7 +101,7 @@ class Transport(ABC):
 
     # Memory ---------------------------------------------------------------------------------
 
-    def shared(self, group: GroupBase) -> SharedGroup | None:
+    def shared(self, group: Group) -> SharedGroup | None:
         """Memory that this rank shares with members of a group, if there is any."""
         return None
 
@@ -105,7 +109,7 @@ class Transport(ABC):
         """An uninitialized tensor in memory that is sent without a copy. Lock not held."""
         return torch.empty(shape, dtype=dtype)
 
-    def common(self, group: GroupBase) -> Source | None:
+    def common(self, group: Group) -> Source | None:
         """The source of memory that all members of a group can have in common, or None.
 
         The same answer on every one of them.

@@ -21,11 +21,16 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 from phalanx.core.matching import is_full
-from phalanx.core.posted import GroupBase, Wait, WorkBase
+from phalanx.core.posted import Wait
 from phalanx.errors import CollectiveTimeoutError, MisuseError
 from phalanx.wire.control import Answer, Ask, chain_of_waits, shortened
+
+if TYPE_CHECKING:
+    from phalanx.core.group import Group
+    from phalanx.core.work import Work
 
 log = logging.getLogger("phalanx")
 
@@ -67,7 +72,7 @@ class Watchdog:
         self._warned: set[int] = set()  # groups of which the log has said that a call waits
         self._numbers = itertools.count(1)
 
-    def awaited_since(self, work: WorkBase) -> float:
+    def awaited_since(self, work: Work[Any]) -> float:
         """Since when a thread waits for a work, on the engine's clock; inf if none does."""
         since = (began for wait, began in list(self.waits.items()) if work in wait.parts())
         return min(since, default=math.inf)
@@ -118,7 +123,7 @@ class Watchdog:
         """A wait is over, or has another deadline."""
         self.queries.pop(wait, None)
 
-    def asked(self, peer: int, group: GroupBase | None = None, ask: Ask = NOT_ASKED) -> None:
+    def asked(self, peer: int, group: Group | None = None, ask: Ask = NOT_ASKED) -> None:
         """Tell a peer what this rank waits for, and how many bytes of its messages are kept."""
         kept = self.unexpected_bytes[peer]
         obstacle = self._obstacle(group, ask.sequence)
@@ -134,7 +139,7 @@ class Watchdog:
             )
         self.tell(peer, 0, answer)
 
-    def _obstacle(self, group: GroupBase | None, sequence: int) -> Wait | None:
+    def _obstacle(self, group: Group | None, sequence: int) -> Wait | None:
         """What has to end before this rank can do what the peer waits for, if that is known.
 
         The collective itself, if it is under way here, or one before it; else whatever a thread of

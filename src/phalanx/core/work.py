@@ -19,8 +19,8 @@ from typing_extensions import override
 
 from phalanx.core.call import Call, check_timeout
 from phalanx.core.group import Group
-from phalanx.core.posted import Combine, PostedRound, Wait, WorkBase
-from phalanx.core.steps import Program, Round
+from phalanx.core.posted import Combine, PostedRound, Wait
+from phalanx.core.steps import Program, Round, Step
 from phalanx.errors import DistributedError
 from phalanx.wire.frame import Channel, Kind
 from phalanx.wire.memory import outside_inference_mode
@@ -29,7 +29,7 @@ T = TypeVar("T")
 SHOWN = 3  # of the works that a thread waits for, in messages
 
 
-class Work(WorkBase, Generic[T]):
+class Work(Wait, Generic[T]):
     """What an asynchronous call returns: a collective or a message that may still be under way.
 
     The tensors that were given to it must not be written before it is done; one that is worked on
@@ -41,11 +41,18 @@ class Work(WorkBase, Generic[T]):
     buffers    the memory of its rounds, as bytes; looked up when a round is posted
     combine    reduces bytes that arrive into a buffer
     result     called once, by `wait`, for the value that it returns
+    step       which it is in, if it is in one
+    ask_at     when it asks the other ranks whether they are in the same collective
+    sender     of a received message, as a global rank
+    waited     if it is traced: seconds until the first byte of each round arrived,
+    sent, received   and bytes moved
     """
 
-    __slots__ = ("_callbacks", "_finish", "_result", "_steps")
-
-    group: Group
+    __slots__ = (
+        *("_callbacks", "_finish", "_result", "_steps", "ask_at", "buffers", "call", "channel"),
+        *("combine", "deadline", "error", "group", "is_collective", "over", "received", "sender"),
+        *("sent", "step", "timeout", "waited"),
+    )
 
     def __init__(
         self,
@@ -62,7 +69,7 @@ class Work(WorkBase, Generic[T]):
         self.call = call
         self.channel = channel
         self.is_collective = channel.kind is Kind.COLLECTIVE
-        self.buffers = buffers
+        self.buffers: Sequence[memoryview] = buffers
         self.combine = combine
         self.timeout = call.timeout
         self.deadline = call.started + call.timeout
@@ -70,9 +77,9 @@ class Work(WorkBase, Generic[T]):
         self.sender = -1
         self.waited = 0.0
         self.sent = self.received = 0
-        self.step = None
+        self.step: Step | PostedRound | None = None
         self.over = False
-        self.error = None
+        self.error: Exception | None = None
         self._steps: Iterator[Program] = iter(program)
         self._finish = result
         self._result: T | None = None
@@ -155,9 +162,19 @@ class Work(WorkBase, Generic[T]):
 
     # What the engine does with it -----------------------------------------------------------
 
-    @override
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """For errors."""
+        return self.call.name
+
+    @property
+    def sequence(self) -> int:  # type: ignore[override]
+        """For errors."""
+        return self.call.sequence
+
     @outside_inference_mode
     def advance(self) -> None:
+        """Go on from the step that is complete, as far as possible without waiting. Lock held."""
         engine = self.group.engine
         try:
             for item in self._steps:
@@ -206,6 +223,23 @@ class Work(WorkBase, Generic[T]):
     @override
     def attend(self) -> float:
         return self.group.attend(self)
+
+    @override
+    def expire(self, error: DistributedError) -> None:
+        self.group.work_failed(self, error)
+
+    @override
+    def parts(self) -> Iterable[Work[Any]]:
+        return (self,)
+
+    @override
+    def waits_for(self) -> list[int]:
+        step = self.group.head_of_queue(self).step
+        return step.waits_for() if step is not None else []
+
+    @override
+    def describe(self) -> str:
+        return self.call.describe()
 
 
 class AnyOf(Wait):
@@ -265,7 +299,7 @@ class AnyOf(Wait):
             self.group.engine.history.note_on(error)
 
     @override
-    def parts(self) -> Iterable[WorkBase]:
+    def parts(self) -> Iterable[Work[Any]]:
         return self.works
 
     @override

@@ -20,13 +20,14 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.core.call import WORLD_ID
 from phalanx.core.counters import Counts
 from phalanx.core.engine import Engine
 from phalanx.core.group import Group
-from phalanx.core.posted import Wait, WorkBase
+from phalanx.core.posted import Wait
+from phalanx.core.work import Work
 from phalanx.errors import DistributedError, MisuseError, plain
 from phalanx.launch.environment import World, read_environment
 from phalanx.launch.state import MOST_VALUES, JobState, RankState, number
@@ -107,7 +108,7 @@ class Publisher:
         return state
 
     def _doing(
-        self, waits: list[tuple[Wait, float]], works: list[WorkBase], now: float
+        self, waits: list[tuple[Wait, float]], works: list[Work[Any]], now: float
     ) -> RankState:
         """Return the call that is under way: one that blocks a thread, or else any."""
         state = RankState(rank=self._world.rank)
@@ -214,7 +215,7 @@ class _Sums(NamedTuple):
         engine: Engine,
         counts: Counts,
         waits: list[tuple[Wait, float]],
-        works: list[WorkBase],
+        works: list[Work[Any]],
         now: float,
     ) -> _Sums:
         """Return the sums of this moment. Lock held."""

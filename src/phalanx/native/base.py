@@ -27,7 +27,6 @@ from typing_extensions import override
 
 from phalanx.core.call import WORLD_ID
 from phalanx.core.failure import Failure
-from phalanx.core.posted import GroupBase
 from phalanx.core.steps import Native, NativeCall, Program, Step, ring_barrier
 from phalanx.errors import (
     BackendUnavailableError,
@@ -43,6 +42,7 @@ from phalanx.wire.control import Endpoint, is_loopback, parse_address
 if TYPE_CHECKING:
     from phalanx.core.call import Call
     from phalanx.core.engine import Engine
+    from phalanx.core.group import Group
 
 NOBODY = -1  # as a culprit: the library does not say who
 SOON = 0.003  # seconds for which the caller waits for a collective before it becomes a work
@@ -149,7 +149,7 @@ class Natives:
         self.libraries = [world]
         self.unfinished: list[NativeCall] = []
 
-    def of(self, group: GroupBase) -> Native | None:
+    def of(self, group: Group) -> Native | None:
         """The native collectives of a group; None if it has none."""
         is_world = group.id == WORLD_ID
         if group.size == 1 or not (is_world or self.world.has_subgroups):
@@ -170,7 +170,7 @@ class NativeGroup(Native):
     library   the library's group; None before it is formed, and once it is broken
     """
 
-    def __init__(self, natives: Natives, group: GroupBase, library: Library | None) -> None:
+    def __init__(self, natives: Natives, group: Group, library: Library | None) -> None:
         self.natives = natives
         self.group = group
         self.library = library

@@ -14,6 +14,7 @@ import random
 import threading
 from collections import deque
 from itertools import count
+from typing import TYPE_CHECKING, Any
 
 from torch import UntypedStorage
 from typing_extensions import override
@@ -22,13 +23,17 @@ from phalanx.core.backend import DEFAULT_TIMEOUT, Backend
 from phalanx.core.call import check_world_size
 from phalanx.core.common import zeros
 from phalanx.core.engine import LONGEST_WAIT, Engine
-from phalanx.core.posted import GroupBase, PostedSend, Wait, WorkBase
+from phalanx.core.posted import PostedSend, Wait
 from phalanx.core.random_state import RandomStates
 from phalanx.core.steps import Place, Source
 from phalanx.core.transport import Control, Transport
 from phalanx.core.work import Work
 from phalanx.errors import DeadlockError, MisuseError, RankStopped
 from phalanx.wire.control import Ask
+
+if TYPE_CHECKING:
+    from phalanx.core.group import Group
+    from phalanx.core.work import Work
 
 
 class InProcessSwitch:
@@ -40,7 +45,7 @@ class InProcessSwitch:
 
     def __init__(self, size: int) -> None:
         self.lock = threading.RLock()
-        ready: deque[WorkBase] = deque()
+        ready: deque[Work[Any]] = deque()
         self.scheduler: CooperativeScheduler | None = None
         self.stored: dict[int, UntypedStorage] = {}
         self.numbers = count()
@@ -63,7 +68,7 @@ class SimulatedTransport(Transport):
         return self.switch.scheduler is not None
 
     @override
-    def common(self, group: GroupBase) -> Source:
+    def common(self, group: Group) -> Source:
         return StoredMemory(self.switch)
 
     @override
@@ -95,7 +100,7 @@ class SimulatedTransport(Transport):
                     self._over.wait(min(left, LONGEST_WAIT))
 
     @override
-    def poll(self, work: WorkBase) -> None:
+    def poll(self, work: Work[Any]) -> None:
         engine, scheduler = self.engine, self.switch.scheduler
         if scheduler is not None:
             scheduler.pause(engine.rank)
@@ -106,7 +111,7 @@ class SimulatedTransport(Transport):
                 engine.run_ready()
 
     @override
-    def wake(self, work: WorkBase) -> None:
+    def wake(self, work: Work[Any]) -> None:
         scheduler = self.switch.scheduler
         if scheduler is not None:
             scheduler.wake(self.engine.rank)

@@ -16,12 +16,11 @@ import logging
 import socket
 import sys
 import termios
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from typing_extensions import override
 
@@ -44,6 +43,9 @@ from phalanx.wire.frame import (
     pack_header,
 )
 from phalanx.wire.handshake import Identity, Refused
+
+if TYPE_CHECKING:
+    from phalanx.transport.tcp.flooding import Flooding
 
 log = logging.getLogger("phalanx")
 
@@ -119,7 +121,7 @@ class Mesh:
         self.host = ""
         self.domain: HostDomain | None = None
         self.shares = False
-        self.wide: WideBase | None = None
+        self.wide: Flooding | None = None
         self._told_readable = False
         engine.in_child.append(self.close_in_child)
 
@@ -248,57 +250,6 @@ class Outlet(Protocol):
 
     def cancel(self, send: PostedSend) -> None:
         """Give up a message."""
-
-
-class WideBase(ABC):
-    """What a wide mesh has beside its connections; `flooding.py` implements it.
-
-    calls   peers that are being called, and what waits for the connection
-
-    All methods are called with the engine's lock held.
-    """
-
-    calls: Mapping[int, Outlet]
-
-    @abstractmethod
-    def call(self, peer: int) -> Outlet | None:
-        """Call a peer to which there is no connection; None if it is gone."""
-
-    @abstractmethod
-    def drop_call(self, peer: int) -> None:
-        """Call a peer no more; what waits for the connection is dropped."""
-
-    @abstractmethod
-    def refused(self, peer: int) -> None:
-        """Nobody listens any more where a peer did: it has left, or it is lost."""
-
-    @abstractmethod
-    def accepts(self, peer: int) -> bool:
-        """Whether a peer's call may be accepted now; if not, it calls again."""
-
-    @abstractmethod
-    def opened(self, connection: Connection) -> None:
-        """A connection is open."""
-
-    @abstractmethod
-    def rank_left(self, rank: int) -> None:
-        """A peer has said on its connection that it closes: pass it on."""
-
-    @abstractmethod
-    def rank_lost(self, rank: int, reason: str) -> None:
-        """A peer is gone without closing: pass it on."""
-
-    @abstractmethod
-    def came(self, payload: bytes) -> None:
-        """News came from a peer. Raises `FrameError` if they make no sense."""
-
-    @abstractmethod
-    def sockets(self) -> Iterator[socket.socket]:
-        """Its sockets that are not those of the mesh's connections."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close these sockets; no peer is called any more, nor listened to."""
 
 
 class Connection:

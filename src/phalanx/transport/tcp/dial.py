@@ -27,7 +27,8 @@ from phalanx.wire.frame import Channel, Kind, pack_header
 from phalanx.wire.handshake import DialerHandshake, Refused
 
 if TYPE_CHECKING:
-    from phalanx.transport.tcp.connection import Connection, Mesh, WideBase
+    from phalanx.transport.tcp.connection import Connection, Mesh
+    from phalanx.transport.tcp.flooding import Flooding
 
 log = logging.getLogger("phalanx")
 
@@ -250,7 +251,7 @@ class LazyConnection:
     All methods are called with the engine's lock held.
     """
 
-    def __init__(self, mesh: Mesh, wide: WideBase, peer: int, patience: float) -> None:
+    def __init__(self, mesh: Mesh, wide: Flooding, peer: int, patience: float) -> None:
         self.mesh = mesh
         self.wide = wide
         self.peer = peer

@@ -20,14 +20,12 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from typing_extensions import override
-
-from phalanx.core.posted import GroupBase
 from phalanx.core.transport import Control
 from phalanx.transport.tcp.admission import Acceptor
-from phalanx.transport.tcp.connection import Connection, Mesh, WideBase
+from phalanx.transport.tcp.connection import Connection, Mesh
 from phalanx.transport.tcp.dial import LazyConnection
 from phalanx.wire.control import (
     FailureNotice,
@@ -41,6 +39,9 @@ from phalanx.wire.control import (
     encode,
 )
 from phalanx.wire.frame import FrameError, Kind
+
+if TYPE_CHECKING:
+    from phalanx.core.group import Group
 
 log = logging.getLogger("phalanx")
 
@@ -60,12 +61,13 @@ def neighbours(rank: int, size: int) -> list[int]:
     return sorted({(rank + way * skip) % size for skip in skips for way in (1, -1)} - {rank})
 
 
-class Flooding(WideBase):
+class Flooding:
     """One rank's part in it, and its calls to peers. The engine's lock is held in all methods.
 
     neighbours   of this rank
     patience     seconds within which a peer's host has to take a call
     acceptor     takes the calls of peers, from the rendezvous to the end
+    calls        peers that are being called, and what waits for the connection
     """
 
     def __init__(self, mesh: Mesh, patience: float) -> None:
@@ -83,8 +85,8 @@ class Flooding(WideBase):
 
     # Connections ----------------------------------------------------------------------------
 
-    @override
     def call(self, peer: int) -> LazyConnection | None:
+        """Call a peer to which there is no connection; None if it is gone."""
         mesh, engine = self.mesh, self.mesh.engine
         call = self.calls.get(peer)
         if call is None and not (
@@ -94,14 +96,14 @@ class Flooding(WideBase):
             mesh.reactor.wake()  # a thread may sleep there, and not know of its timers
         return call
 
-    @override
     def drop_call(self, peer: int) -> None:
+        """Call a peer no more; what waits for the connection is dropped."""
         call = self.calls.pop(peer, None)
         if call is not None:
             call.dial.drop()
 
-    @override
     def accepts(self, peer: int) -> bool:
+        """Return whether a peer's call may be accepted now; if not, it calls again."""
         mesh, call = self.mesh, self.calls.get(peer)
         if peer in mesh.connections:
             # It was accepted while this call was under way. Or it is rank 0, which has parted. Only
@@ -111,8 +113,8 @@ class Flooding(WideBase):
         # taken it, and may never do so.
         return call is None or peer < mesh.rank or not call.dial.answered
 
-    @override
     def opened(self, connection: Connection) -> None:
+        """A connection is open."""
         if (self._gone or self._groups) and connection.peer in self._links():
             _send([*self._gone.values(), *self._groups.values()], [connection])  # it may know none
         for group, members in self._closed.items():
@@ -137,15 +139,15 @@ class Flooding(WideBase):
             call.dial.take_leave()
         self.calls.clear()
 
-    @override
     def sockets(self) -> Iterator[socket.socket]:
+        """Its sockets that are not those of the mesh's connections."""
         yield from (connection.sock for connection in self._parted)
         yield from (call.dial.sock for call in self.calls.values() if call.dial.sock is not None)
         if self.acceptor is not None:
             yield self.acceptor.listener
 
-    @override
     def close(self) -> None:
+        """Close these sockets; no peer is called any more, nor listened to."""
         for peer in list(self.calls):
             self.drop_call(peer)
         for connection in self._parted:
@@ -155,20 +157,20 @@ class Flooding(WideBase):
 
     # Out ------------------------------------------------------------------------------------
 
-    @override
     def rank_left(self, rank: int) -> None:
+        """A peer has said on its connection that it closes: pass it on."""
         if self._is_new(RankLeft(rank)):
             self._pass_on_after(TOGETHER)
         self.mend_soon()
 
-    @override
     def rank_lost(self, rank: int, reason: str) -> None:
+        """A peer is gone without closing: pass it on."""
         self.drop_call(rank)
         if self._is_new(RankLost(rank, reason[:LONGEST_REASON])):
             self._pass_on_after(0.0)  # with others of this turn of the reactor
         self.mend_soon()
 
-    def tell_members(self, group: GroupBase, message: Control) -> None:
+    def tell_members(self, group: Group, message: Control) -> None:
         """Tell the other members that a group is broken, or (None) that this rank has closed it."""
         mesh, failed = self.mesh, isinstance(message, FailureNotice)
         kind, payload = (Kind.FAILURE, encode(message)) if failed else (Kind.LEAVE_GROUP, b"")
@@ -230,8 +232,8 @@ class Flooding(WideBase):
 
     # In -------------------------------------------------------------------------------------
 
-    @override
     def came(self, payload: bytes) -> None:
+        """News came from a peer. Raises `FrameError` if they make no sense."""
         mesh, urgent = self.mesh, False
         for word in decode(payload, News).words:
             if not isinstance(word, GroupFailed) and not 0 <= word.rank < mesh.world_size:
@@ -257,8 +259,8 @@ class Flooding(WideBase):
         if self._new:
             self._pass_on_after(0.0 if urgent else TOGETHER)
 
-    @override
     def refused(self, peer: int) -> None:
+        """Nobody listens any more where a peer did: it has left, or it is lost."""
         self.drop_call(peer)
         if isinstance(self._gone.get(peer), RankLeft):
             self._left(peer)

@@ -11,14 +11,14 @@ import math
 import os
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from phalanx.core.engine import LONGEST_WAIT, Engine
-from phalanx.core.posted import GroupBase, PostedSend, Wait, WorkBase
+from phalanx.core.posted import PostedSend, Wait
 from phalanx.core.steps import Step
 from phalanx.core.transport import Control, Transport
 from phalanx.core.work import Work
@@ -33,7 +33,9 @@ from phalanx.wire.frame import Kind
 from phalanx.wire.handshake import Identity
 
 if TYPE_CHECKING:
+    from phalanx.core.group import Group
     from phalanx.core.steps import Source
+    from phalanx.core.work import Work
     from phalanx.transport.shm.domain import HostDomain
 
 GLANCE_EVERY = 0.01  # seconds between polls of the sockets while calls need none
@@ -82,7 +84,7 @@ class TcpTransport(Transport):
         self._condition = threading.Condition(engine.lock)
         self._next_glance = 0.0
         self._driver: int | None = None  # the thread that runs the reactor
-        self._background: dict[WorkBase, float] = {}  # and when the background thread takes over
+        self._background: dict[Work[Any], float] = {}  # and when the background thread takes over
         self._thread: threading.Thread | None = None
         self._thread_may_go_on = threading.Condition(engine.lock)
         self._thread_looks_at = 0.0  # when it wakes by itself
@@ -141,7 +143,7 @@ class TcpTransport(Transport):
             connection.send_control(KINDS[type(message)], encode(message), group=group)
 
     @override
-    def tell_members(self, group: GroupBase, message: Control) -> None:
+    def tell_members(self, group: Group, message: Control) -> None:
         if self.wide is None:
             super().tell_members(group, message)
         else:
@@ -150,7 +152,7 @@ class TcpTransport(Transport):
     # Memory ---------------------------------------------------------------------------------
 
     @override
-    def shared(self, group: GroupBase) -> ControlBlock | None:
+    def shared(self, group: Group) -> ControlBlock | None:
         return ControlBlock.of(self.domain, group) if self.domain is not None else None
 
     @override
@@ -161,7 +163,7 @@ class TcpTransport(Transport):
             return self.domain.arena.empty(shape, dtype)
 
     @override
-    def common(self, group: GroupBase) -> Source | None:
+    def common(self, group: Group) -> Source | None:
         together = group.shared is not None and group.shared.size == group.size
         return Piece() if together else None
 
@@ -191,7 +193,7 @@ class TcpTransport(Transport):
                     left = min(until.attend(), self.heartbeat.attend())
 
     @override
-    def poll(self, work: WorkBase) -> None:
+    def poll(self, work: Work[Any]) -> None:
         with self.engine.lock:
             self.look()
             if not work.over:
@@ -275,7 +277,7 @@ class TcpTransport(Transport):
         return min(SHORTEST_PAUSE * 2.0 ** min(self._looks - LOOKS, 16), LONGEST_PAUSE)
 
     @override
-    def background(self, work: WorkBase, *, patience: float) -> None:
+    def background(self, work: Work[Any], *, patience: float) -> None:
         with self.engine.lock:
             if work.over:
                 return
@@ -330,7 +332,7 @@ class TcpTransport(Transport):
         return soon
 
     @override
-    def wake(self, work: WorkBase) -> None:
+    def wake(self, work: Work[Any]) -> None:
         self._background.pop(work, None)
         self._condition.notify_all()
         if self.engine.callbacks:  # of this work: perhaps no other thread waits, to call them
