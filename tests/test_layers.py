@@ -42,12 +42,12 @@ OF_THE_STUB = "phalanx.torch_backend.__init__", "phalanx.__init__"
 WITH_DDP = {"parallel.reducer", "parallel.uneven", "parallel.naive_ddp"}
 
 BUDGETS = {  # of each package: lines, files
-    ".": (750, 4),  # the package's own files
+    ".": (700, 4),  # the package's own files
     "aggregation": (1_800, 7),
     "checkpoint": (4_500, 16),
     "cli": (1_300, 9),
     "collectives": (5_000, 21),
-    "compression": (1_800, 7),
+    "compression": (1_760, 7),
     "core": (5_150, 19),
     "fsdp": (2_600, 10),
     "integrations": (350, 3),

@@ -1,4 +1,4 @@
-"""The names at the top level: few and documented; a moved one tells where it is."""
+"""The names at the top level: few and documented."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 import phalanx
-from phalanx import _MOVED
 
 MOST = 124
-MOVED = [(module, name) for module, names in _MOVED.items() for name in names]
 PACKAGES = [
     "aggregation",
     "backends",
@@ -70,18 +68,6 @@ def test_the_names_of_a_package_are_listed_and_documented_there(package: str) ->
     assert [n for n in module.__all__ if not is_documented(getattr(module, n))] == []
     at_the_top = {name for name in module.__all__ if name in phalanx.__all__}
     assert all(getattr(module, name) is getattr(phalanx, name) for name in at_the_top)
-
-
-@pytest.mark.parametrize(("module", "name"), MOVED)
-def test_who_looks_for_a_moved_name_is_told_where_it_is(module: str, name: str) -> None:
-    assert name not in phalanx.__all__
-    assert name in importlib.import_module(module).__all__
-    told = f"module 'phalanx' has no attribute '{name}': it is in {module}$"
-    with pytest.raises(AttributeError, match=told):
-        getattr(phalanx, name)
-    with pytest.raises(ImportError, match=told):
-        exec(f"from phalanx import {name}")
-    assert not hasattr(phalanx, name)
 
 
 def test_the_default_timeout_has_one_name() -> None:

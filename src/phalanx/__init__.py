@@ -1,7 +1,7 @@
 """Phalanx: train PyTorch models across ranks.
 
 At the top level are the names that a training script uses: starting, backends, collectives, errors,
-and the ways to split a model. The rest is in packages such as `phalanx.tensor` (all: `_MOVED`).
+and the ways to split a model. The rest is in packages such as `phalanx.tensor`.
 Names are imported when they are first used, so that `phalanx --help` need not wait for torch.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -199,50 +198,6 @@ _WHERE = {
         "train_epoch",
     ),
 }
-# Names that were at the top level once: the error of who looks for one there says where it is.
-_MOVED = {
-    "phalanx.aggregation": (
-        "ParameterClient",
-        "ServerMode",
-        "ServiceRecord",
-    ),
-    "phalanx.checkpoint": (
-        "Checkpoint",
-        "PendingSave",
-    ),
-    "phalanx.compression": (
-        "Compressor",
-        "Half",
-        "RandomK",
-    ),
-    "phalanx.pipeline": (
-        "PipelineBubble",
-        "PipelineStage",
-        "measure_layer_costs",
-    ),
-    "phalanx.tensor": (
-        "ColumnStyle",
-        "EmbeddingStyle",
-        "RowStyle",
-        "SequenceNormStyle",
-        "SequenceParallelNorm",
-        "check_whole_parameters",
-        "copy_to_ranks",
-        "full_state_dict",
-        "gather_from_ranks",
-        "gather_sequence",
-        "load_full_state_dict",
-        "parallel_cross_entropy",
-        "reduce_from_ranks",
-        "scatter_sum",
-        "scatter_to_ranks",
-    ),
-    "phalanx.training": (
-        "CompressionConfig",
-        "DataParallelConfig",
-        "DistributedConfig",
-    ),
-}
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
 
 __all__ = sorted(_MODULE_OF)  # noqa: PLE0605 - each is spelled out above
@@ -252,11 +207,7 @@ if not TYPE_CHECKING:  # or a type checker would let any name pass
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULE_OF:
-            hints = [f": it is in {module}" for module, names in _MOVED.items() if name in names]
-            problem = "".join([f"module {__name__!r} has no attribute {name!r}", *hints])
-            if hints and sys._getframe(1).f_globals["__name__"] == "importlib._bootstrap":
-                raise ImportError(problem)  # `from phalanx import name` would drop the hint
-            raise AttributeError(problem)
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(_MODULE_OF[name]), name)
         globals()[name] = value
         return value

@@ -270,7 +270,7 @@ def test_a_scale_of_the_loss_that_changes_scales_what_is_residuals_of():
 
 
 class Rounds(Compressor):
-    """Sends whole numbers; written with the former names of what keeps residuals."""
+    """Sends whole numbers, and lets the store keep what it leaves out."""
 
     def compress(self, tensor: Tensor) -> Tensor:
         return tensor.round()
@@ -279,16 +279,16 @@ class Rounds(Compressor):
         return message.clone()
 
     def average_(self, bundle, part, feedback=None):
-        wanted = feedback.recall(bundle, part)
+        wanted = feedback.add_residual(bundle, part)
         sent = wanted.round()
-        feedback.keep(bundle, lambda: wanted - sent)
+        feedback.store_residual(bundle, lambda: wanted - sent)
         mean = yield AllReduceMean(sent.clone())
-        owned = feedback.recall_owned(bundle, 0, mean)
-        feedback.keep_owned(bundle, 0, lambda: owned - owned.floor())
+        owned = feedback.add_owned_residual(bundle, 0, mean)
+        feedback.store_owned_residual(bundle, 0, lambda: owned - owned.floor())
         bundle.flat.copy_(owned.floor())
 
 
-def test_compressors_written_with_the_former_names_keep_residuals():
+def test_a_compressor_of_ones_own_keeps_residuals():
     feedbacks = [ErrorFeedback(Rounds()) for _ in range(2)]
     found = average(feedbacks, buckets_of([[torch.tensor([1.25])], [torch.tensor([2.0])]]))
     for feedback in feedbacks:

@@ -236,24 +236,6 @@ class ResidualStore:
     ) -> None:
         """`residual()` of that mean was left out."""
 
-    # The former names, which compressors outside of this package may call.
-
-    def recall(self, bundle: GradientBucket, part: Member) -> Tensor:
-        """`add_residual`."""
-        return self.add_residual(bundle, part)
-
-    def keep(self, bundle: GradientBucket, rest: Callable[[], Tensor]) -> None:
-        """`store_residual`."""
-        self.store_residual(bundle, rest)
-
-    def recall_owned(self, bundle: GradientBucket, start: int, mean: Tensor) -> Tensor:
-        """`add_owned_residual`."""
-        return self.add_owned_residual(bundle, start, mean)
-
-    def keep_owned(self, bundle: GradientBucket, start: int, rest: Callable[[], Tensor]) -> None:
-        """`store_owned_residual`."""
-        self.store_owned_residual(bundle, start, rest)
-
 
 NO_RESIDUALS = ResidualStore()
 """What is left out is lost."""
