@@ -22,7 +22,7 @@ from phalanx import (
     UnsupportedOperationError,
     save_checkpoint,
 )
-from phalanx.checkpoint import hugging_face
+from phalanx.checkpoint import safetensors_format
 from phalanx.checkpoint.hugging_face import export_hugging_face, parse_size
 from phalanx.checkpoint.stored import Exported, open_checkpoint
 from phalanx.checkpoint.tensor_files import BLOCK, HELD
@@ -67,7 +67,7 @@ def test_the_file_is_the_one_that_the_library_writes(folder: Path) -> None:
 def test_shards_are_in_the_order_of_layers_and_the_index_says_what_is_where(folder: Path) -> None:
     save(folder / "runs", 2)
     export(folder / "runs", folder / "out", shard_size=250)
-    index = json.loads((folder / "out" / hugging_face.INDEX).read_text())
+    index = json.loads((folder / "out" / safetensors_format.INDEX).read_text())
     state = expected()
     assert index["metadata"] == {
         "head.weight": "embed.weight",
@@ -92,7 +92,7 @@ def test_shards_are_in_the_order_of_layers_and_the_index_says_what_is_where(fold
 def test_a_tensor_that_is_larger_than_a_shard_has_one_of_its_own(folder: Path) -> None:
     save(folder / "runs", 1)
     export(folder / "runs", folder / "out", shard_size=100)
-    index = json.loads((folder / "out" / hugging_face.INDEX).read_text())["weight_map"]
+    index = json.loads((folder / "out" / safetensors_format.INDEX).read_text())["weight_map"]
     assert [name for name, file in index.items() if file == index["embed.weight"]] == [
         "embed.weight"
     ]
@@ -132,7 +132,7 @@ def test_the_configuration_and_the_tokenizer_are_copied_and_nothing_else(folder:
     (source / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "vocab.txt", "chat_template.jinja", "tokenizer.model"):
         (source / name).write_text("{}")
-    for name in (hugging_face.INDEX, "model.safetensors", "pytorch_model.bin", "README.md"):
+    for name in (safetensors_format.INDEX, "model.safetensors", "pytorch_model.bin", "README.md"):
         (source / name).write_text("not this")
     exported = export(folder / "runs", folder / "out", config=source)
     assert sorted(path.name for path in (folder / "out").iterdir()) == [

@@ -32,7 +32,7 @@ from phalanx import (
     load_pretrained,
     parallelize,
 )
-from phalanx.checkpoint.hugging_face import INDEX
+from phalanx.checkpoint.safetensors_format import INDEX
 from phalanx.tensor import full_state_dict
 
 SINGLE = "model.safetensors"

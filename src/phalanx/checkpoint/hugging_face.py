@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from phalanx import files
 from phalanx.checkpoint.manifest import TensorRecord
 from phalanx.checkpoint.parts import WholeModel
+from phalanx.checkpoint.safetensors_format import DTYPE_NAMES, INDEX, SINGLE, header_bytes
 from phalanx.checkpoint.storage import (
     new_folder,
     write_file,
@@ -37,32 +38,15 @@ from phalanx.checkpoint.stored import (
     natural_order,
     nbytes_of,
 )
-from phalanx.checkpoint.tensor_files import (
-    ALIGNMENT,
-    DTYPES_ON_DISK,
-    METADATA,
-)
 from phalanx.errors import CheckpointNotFoundError, MisuseError, UnsupportedOperationError
 from phalanx.wire.codec import DTYPES
 
 SHARD_SIZE = 5 * 10**9
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 _CONFIG = "config.json"
 _TO_COPY = frozenset({".json", ".jinja", ".model", ".py", ".tiktoken", ".txt"})
 _NOT_TO_COPY = frozenset({"trainer_state.json"})
 _MOST = 1 << 28  # bytes of a file that is copied
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # in config.json; the latter before transformers 5
-
-DTYPE_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        **{dtype: name for dtype, (name, more) in DTYPES_ON_DISK.items() if not more},
-        "float8_e4m3fnuz": "F8_E4M3FNUZ",
-        "float8_e5m2fnuz": "F8_E5M2FNUZ",
-        "complex64": "C64",
-    }
-)
-"""The format's name of each dtype that the safetensors library reads."""
 
 
 class _ShardFile(NamedTuple):
@@ -166,7 +150,11 @@ def _plan(
         file = of_shard if len(shards) > 1 else SINGLE
         ordered = sorted(names, key=lambda name: (-DTYPES[records[name].dtype].itemsize, name))
         tied = {other: name for other, name in aliases.items() if name in names}
-        planned.append((file, ordered, _header({n: records[n] for n in ordered}, tied)))
+        tensors = [
+            (name, DTYPE_NAMES[record.dtype], record.shape, nbytes_of(record))
+            for name, record in ((name, records[name]) for name in ordered)
+        ]
+        planned.append((file, ordered, header_bytes({"format": "pt", **tied}, tensors)))
     return planned
 
 
@@ -188,22 +176,6 @@ def _split(records: Mapping[str, TensorRecord], shard_size: int) -> list[list[st
         current.append(name)
         size += nbytes
     return [*shards, current] if current or not shards else shards
-
-
-def _header(records: Mapping[str, TensorRecord], tied: Mapping[str, str]) -> bytes:
-    header: dict[str, object] = {METADATA: {"format": "pt", **tied}}
-    begin = 0
-    for name, record in records.items():
-        end = begin + nbytes_of(record)
-        header[name] = {
-            "dtype": DTYPE_NAMES[record.dtype],
-            "shape": list(record.shape),
-            "data_offsets": [begin, end],
-        }
-        begin = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
 
 
 # ------------------------------------------------------------------------------

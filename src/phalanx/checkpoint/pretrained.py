@@ -10,12 +10,9 @@ several ranges of the whole.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from itertools import pairwise
 from math import prod
-from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -24,11 +21,17 @@ from torch import Tensor, nn
 
 from phalanx import files
 from phalanx.checkpoint.group import group_for
-from phalanx.checkpoint.hugging_face import DTYPE_NAMES, INDEX, SINGLE
 from phalanx.checkpoint.load import shown
-from phalanx.checkpoint.manifest import Count, Shape, decode
+from phalanx.checkpoint.manifest import decode
+from phalanx.checkpoint.safetensors_format import (
+    INDEX,
+    LONGEST_HEADER,
+    SINGLE,
+    TensorEntry,
+    read_header,
+    read_into,
+)
 from phalanx.checkpoint.state import ModelState, ParameterShard, model_state
-from phalanx.checkpoint.tensor_files import METADATA
 from phalanx.core.backend import Backend
 from phalanx.errors import (
     CheckpointDamagedError,
@@ -42,11 +45,7 @@ from phalanx.wire.codec import DTYPES
 from phalanx.wire.memory import copy_bits, tensor_bytes
 
 Rename = Callable[[str], str | None] | Mapping[str, str | None]
-_LONGEST_HEADER = 32 << 20  # bytes: of some 300,000 tensors
 _CHUNK = 4 << 20  # bytes that are read at a time
-_DTYPES: Mapping[str, tuple[str, int]] = MappingProxyType(
-    {name: (dtype, DTYPES[dtype].itemsize) for dtype, name in DTYPE_NAMES.items()}
-)
 
 
 def load_pretrained(
@@ -97,26 +96,6 @@ def load_pretrained(
     load.apply()
 
 
-class _Entry(msgspec.Struct, gc=False, frozen=True):
-    """A tensor in a file: from which byte of the file on."""
-
-    path: str
-    dtype: str
-    shape: tuple[int, ...]
-    at: int
-
-
-class _Said(msgspec.Struct, gc=False):
-    """What a header says of a tensor. Its metadata is decoded as one, too: texts by any names."""
-
-    dtype: str = ""
-    shape: Shape | str | None = None
-    data_offsets: tuple[Count, Count] | str | None = None
-
-
-_PLACES = re.compile(rb'"data_offsets"\s*:\s*\[')
-
-
 Range = tuple[int, int, int]
 """Elements of a whole tensor, read row by row: from, how many, and where they are in the part."""
 
@@ -126,8 +105,8 @@ class _Wanted(NamedTuple):
 
     name: str
     shard: ParameterShard
-    entry: _Entry
-    others: list[_Entry]
+    entry: TensorEntry
+    others: list[TensorEntry]
     ranges: Callable[[], Iterator[Range]]
 
 
@@ -209,8 +188,8 @@ def _converts(there: str, here: str) -> bool:
     return there == here or floating
 
 
-def _renamed(entries: Mapping[str, _Entry], rename: Rename | None) -> dict[str, _Entry]:
-    renamed: dict[str, _Entry] = {}
+def _renamed(entries: Mapping[str, TensorEntry], rename: Rename | None) -> dict[str, TensorEntry]:
+    renamed: dict[str, TensorEntry] = {}
     for name, entry in entries.items():
         new: str | None = name
         if isinstance(rename, Mapping):
@@ -274,7 +253,7 @@ def _whole(
 
 
 def _parts(
-    entry: _Entry, ranges: Iterator[Range], dtype: torch.dtype
+    entry: TensorEntry, ranges: Iterator[Range], dtype: torch.dtype
 ) -> Iterator[tuple[int, Tensor]]:
     """The values of these ranges, in parts of some MiB: where each belongs, and the values."""
     stored = DTYPES[entry.dtype]
@@ -284,20 +263,12 @@ def _parts(
             for begin in range(0, count, most):
                 values = torch.empty(min(most, count - begin), dtype=stored)
                 at = entry.at + (first + begin) * stored.itemsize
-                _read_into(descriptor, entry.path, tensor_bytes(values), at)
+                read_into(descriptor, entry.path, tensor_bytes(values), at)
                 yield place + begin, values.to(dtype) if stored != dtype else values
 
 
-def _read_into(descriptor: int, path: str, memory: memoryview, at: int) -> None:
-    while memory:
-        count = os.preadv(descriptor, [memory], at)
-        if count == 0:
-            raise CheckpointDamagedError(f"{path} ends at byte {at}: it was truncated")
-        memory, at = memory[count:], at + count
-
-
 # ------------------------------------------------------------------------------
-# Headers: a file may come from a stranger
+# Which files
 
 
 class _Index(msgspec.Struct):
@@ -306,7 +277,7 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def _entries(folder: str) -> dict[str, _Entry]:
+def _entries(folder: str) -> dict[str, TensorEntry]:
     """All tensors of the files, by name."""
     index = os.path.join(folder, INDEX)
     if not os.path.exists(index):
@@ -316,10 +287,10 @@ def _entries(folder: str) -> dict[str, _Entry]:
                 f"there is neither {SINGLE} nor {INDEX} in {folder}: other formats, such as "
                 "pytorch_model.bin, are pickles, and are not read"
             )
-        return _header(single)
+        return read_header(single)
     weight_map = _weight_map(index)
-    headers = {file: _header(os.path.join(folder, file)) for file in set(weight_map.values())}
-    found: dict[str, _Entry] = {}
+    headers = {file: read_header(os.path.join(folder, file)) for file in set(weight_map.values())}
+    found: dict[str, TensorEntry] = {}
     for name, file in weight_map.items():
         if name not in headers[file]:
             raise CheckpointDamagedError(
@@ -330,7 +301,7 @@ def _entries(folder: str) -> dict[str, _Entry]:
 
 
 def _weight_map(path: str) -> dict[str, str]:
-    content = files.read(path, _LONGEST_HEADER, follow=True)
+    content = files.read(path, LONGEST_HEADER, follow=True)
     weight_map = decode(content, _Index, path).weight_map
     for file in set(weight_map.values()):
         is_beside = os.path.basename(file) == file and file.isprintable()
@@ -339,48 +310,3 @@ def _weight_map(path: str) -> dict[str, str]:
                 f"{path} has no weight_map of names of files beside it: {plain(file)!r} is none"
             )
     return weight_map
-
-
-def _header(path: str) -> dict[str, _Entry]:
-    """The tensors of a file. Raises `CheckpointDamagedError` for one that contradicts itself."""
-    try:
-        with files.reading(path, follow=True) as descriptor:
-            size = os.fstat(descriptor).st_size
-            start = bytearray(8)
-            _read_into(descriptor, path, memoryview(start), 0)
-            length = int.from_bytes(start, "little")
-            if length > min(_LONGEST_HEADER, size - 8):
-                raise CheckpointDamagedError(
-                    f"{path} has {size} bytes, and announces a header of {length}; at most "
-                    f"{_LONGEST_HEADER} are read"
-                )
-            text = bytearray(length)
-            _read_into(descriptor, path, memoryview(text), 8)
-    except FileNotFoundError:
-        raise CheckpointNotFoundError(f"there is no {path}") from None
-    said = decode(text, dict[str, _Said], path)
-    said.pop(METADATA, None)
-    if len(_PLACES.findall(text)) > len(said):
-        raise CheckpointDamagedError(f"{path} cannot be read: a name is there twice")
-    first, found, places = 8 + length, {}, []
-    for name, entry in said.items():
-        shape, place = entry.shape, entry.data_offsets
-        if type(shape) is not tuple or type(place) is not tuple:
-            raise CheckpointDamagedError(f"{path}: {plain(name)} lacks what says where it is")
-        if entry.dtype not in _DTYPES:
-            raise CheckpointMismatchError(
-                f"{path}: {plain(name)} is of dtype {plain(entry.dtype)}, which is not known"
-            )
-        dtype, itemsize = _DTYPES[entry.dtype]
-        begin, end = place
-        if end - begin != prod(shape) * itemsize or first + end > size:
-            raise CheckpointDamagedError(
-                f"{path}: {plain(name)}, {dtype} {list(shape)}, cannot be bytes {begin}:{end} of "
-                f"{size - first}"
-            )
-        places.append(place)
-        found[name] = _Entry(path, dtype, shape, first + begin)
-    for (_, reached), (begin, _) in pairwise(sorted(places)):
-        if begin < reached:
-            raise CheckpointDamagedError(f"{path}: a tensor lies over another tensor, at {begin}")
-    return found

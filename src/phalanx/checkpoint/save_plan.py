@@ -35,8 +35,9 @@ from phalanx.checkpoint.manifest import (
     TensorRecord,
     to_json,
 )
+from phalanx.checkpoint.safetensors_format import METADATA
 from phalanx.checkpoint.state import ParameterShard, check_tensor, named_groups
-from phalanx.checkpoint.tensor_files import METADATA, FileKind, PlannedFile, TensorShard, lay_out
+from phalanx.checkpoint.tensor_files import FileKind, PlannedFile, TensorShard, lay_out
 from phalanx.errors import CheckpointMismatchError, MisuseError, UnsupportedObjectError
 from phalanx.parallel.wrapper import Slice
 

@@ -1,12 +1,9 @@
 """Files of tensors in the safetensors format: written and read in blocks with checksums.
 
-    8 bytes    length of the header, little-endian
-    header     JSON: {name: {dtype, shape, data_offsets: [begin, end]}}, padded with spaces
-    data       the tensors' bytes, those with the largest elements first, so that all are aligned
-
-The format is implemented here, since the safetensors library cannot keep what `save_checkpoint`
-and `load_checkpoint` promise. It writes without checksums and fsync, and reads through a memory
-map, where a truncated file or a failing disk ends the process (SIGBUS) instead of raising an error.
+The tensors with the largest elements come first, so that all are aligned. The format is written
+here and in `safetensors_format.py`, since the safetensors library cannot keep the promises of
+`save_checkpoint` and `load_checkpoint`. It writes without checksums and fsync, and reads through a
+memory map: a truncated file or a failing disk ends the process (SIGBUS) instead of raising an error.
 
 A dtype that the format lacks is written as one that it has: complex numbers as pairs of floats, the
 others as bytes. The manifest has the true dtype.
@@ -17,10 +14,9 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, chain
 from math import prod
-from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -37,6 +33,7 @@ from phalanx.checkpoint.manifest import (
     TensorRecord,
     from_json,
 )
+from phalanx.checkpoint.safetensors_format import DTYPES_ON_DISK, header_bytes, read_into
 from phalanx.errors import CheckpointDamagedError, CheckpointError, plain
 from phalanx.parallel.wrapper import Slice
 from phalanx.wire.codec import DTYPES
@@ -44,34 +41,8 @@ from phalanx.wire.memory import tensor_bytes
 
 BLOCK = 4 << 20  # bytes that share one checksum: the least that a reader reads
 HELD = 64 << 20  # bytes that a conversion holds at a time
-METADATA = "__metadata__"  # a key of the header, which no tensor can have
-ALIGNMENT = 8
 
 FileKind = Literal["model", "state"]
-
-DTYPES_ON_DISK: Mapping[str, tuple[str, tuple[int, ...]]] = MappingProxyType(
-    {
-        "bool": ("BOOL", ()),
-        "uint8": ("U8", ()),
-        "int8": ("I8", ()),
-        "uint16": ("U16", ()),
-        "int16": ("I16", ()),
-        "uint32": ("U32", ()),
-        "int32": ("I32", ()),
-        "uint64": ("U64", ()),
-        "int64": ("I64", ()),
-        "float16": ("F16", ()),
-        "bfloat16": ("BF16", ()),
-        "float32": ("F32", ()),
-        "float64": ("F64", ()),
-        "float8_e4m3fn": ("F8_E4M3", ()),
-        "float8_e5m2": ("F8_E5M2", ()),
-        "complex32": ("F16", (2,)),
-        "complex64": ("F32", (2,)),
-        "complex128": ("F64", (2,)),
-    }
-)
-"""The dtype's name in the format, and the dimensions that it adds to the shape there."""
 
 
 class TensorShard(msgspec.Struct, frozen=True, array_like=True):
@@ -127,23 +98,16 @@ def lay_out(rank: int, kind: FileKind, name: str, shards: Iterable[TensorShard])
         if not shard.is_whole
     }
     metadata = {"format": "pt", **({"phalanx.parts": json.dumps(parts)} if parts else {})}
-    header: dict[str, object] = {METADATA: metadata}
-    begins = list(accumulate((shard.nbytes for shard in ordered), initial=0))[: len(ordered)]
-    for shard, begin in zip(ordered, begins, strict=True):
+    tensors = []
+    for shard in ordered:
         itemsize = DTYPES[shard.dtype].itemsize
         as_bytes = ("U8", (itemsize,) if itemsize > 1 else ())
         dtype, more = DTYPES_ON_DISK.get(shard.dtype, as_bytes)
         shape = shard.shape if shard.is_whole else (shard.stop - shard.start,)
-        header[shard.name] = {
-            "dtype": dtype,
-            "shape": [*shape, *more],
-            "data_offsets": [begin, begin + shard.nbytes],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
-    first = 8 + len(text)
-    placed = [(shard, first + begin) for shard, begin in zip(ordered, begins, strict=True)]
-    return PlannedFile(rank, kind, name, len(text).to_bytes(8, "little") + text, placed)
+        tensors.append((shard.name, dtype, (*shape, *more), shard.nbytes))
+    header = header_bytes(metadata, tensors)
+    begins = accumulate((shard.nbytes for shard in ordered), initial=len(header))
+    return PlannedFile(rank, kind, name, header, list(zip(ordered, begins, strict=False)))
 
 
 def write_tensors(
@@ -369,14 +333,10 @@ def _read_block(
     descriptor: int, path: str, file: FileRecord, number: int, block: memoryview
 ) -> None:
     """Read a block of a file, and compare it with its checksum."""
-    begin = at = number * file.block
-    rest = block
-    while rest:
-        count = os.preadv(descriptor, [rest], at)
-        if count == 0:
-            raise CheckpointDamagedError(f"{path} ends at byte {at}: it was truncated")
-        rest, at = rest[count:], at + count
+    begin = number * file.block
+    read_into(descriptor, path, block, begin)
     if xxh3_64_hexdigest(block) != file.checksums[16 * number : 16 * (number + 1)]:
         raise CheckpointDamagedError(
-            f"{path} is not as it was written: the checksum of its bytes {begin}:{at} differs"
+            f"{path} is not as it was written: the checksum of its bytes {begin}:"
+            f"{begin + len(block)} differs"
         )
