@@ -214,15 +214,14 @@ class Nodes:
 
     def close(self, seconds: float) -> bool:
         """Leave the job; return whether the thread has ended, for which this waits so long."""
-        if self._reserved is not None:
+        if self._nodes > 1:
+            self._closing.set()
+            self._thread.join(seconds)
+        elif self._server is not None:
+            self._server.close()
+        if self._reserved is not None:  # only now: the thread may have been about to reserve it
             self._reserved.close()
-        if self._nodes == 1:
-            if self._server is not None:
-                self._server.close()
-            return True
-        self._closing.set()
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
+        return self._nodes == 1 or not self._thread.is_alive()
 
     def _written_of(self, generation: int) -> list[NodeExit]:
         return self._log[generation * self._nodes : (generation + 1) * self._nodes]
