@@ -208,9 +208,9 @@ def traffics(  # noqa: PLR0915 - ten of them
             client.pull_()
         return bool((param == -4).all())
 
-    # Also of DDP and FSDP: their children do not compute before they call. Each leaf tensor of torch
-    # has a lock, and each node that adds up its gradient; a child that is forked while another
-    # thread holds one, as it trains that model, waits for ever (without Phalanx, too).
+    # Children of DDP and FSDP call this, too, and do not compute before. In torch each leaf tensor
+    # has a lock, and each node that adds up its gradient has one: a child that was forked while
+    # another thread held one, as it trained that model, waits for ever (without Phalanx, too).
     call = lambda: phalanx.all_reduce(torch.ones(2), backend)  # noqa: E731
     return {
         "blocking collectives": (blocking, call),
