@@ -124,8 +124,9 @@ def test_a_wait_hears_a_signal(stack: ExitStack) -> None:
 
     before = signal.signal(signal.SIGALRM, hear)
     stack.callback(signal.signal, signal.SIGALRM, before)
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    stack.callback(signal.setitimer, signal.ITIMER_REAL, 0)  # before there is no handler any more
     with pytest.raises(KeyboardInterrupt):
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
         store.wait("key", PATIENCE)
 
 
