@@ -125,9 +125,13 @@ def test_a_wait_hears_a_signal(stack: ExitStack) -> None:
     before = signal.signal(signal.SIGALRM, hear)
     stack.callback(signal.signal, signal.SIGALRM, before)
     stack.callback(signal.setitimer, signal.ITIMER_REAL, 0)  # before there is no handler any more
-    with pytest.raises(KeyboardInterrupt):
+
+    def wait() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         store.wait("key", PATIENCE)
+
+    with pytest.raises(KeyboardInterrupt):
+        wait()
 
 
 # Strangers --------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from phalanx.launch.store import StoreClient, StoreServer, connect_store, listen
 from phalanx.launch.watch_server import token_between_nodes
 from phalanx.native.meeting import tries
 from phalanx.transport.tcp.addresses import reserve_port
-from phalanx.wire.control import Endpoint, parse_address
+from phalanx.wire.control import Endpoint, learned, parse_address
 
 PATIENCE = 300  # seconds to wait for a node that does not join, or does not answer any more
 _POLL = 0.1
@@ -319,7 +319,7 @@ class Nodes:
         while missing := set(range(nodes)) - joined.keys():
             for other in missing:
                 if data := store.get(f"phalanx/node/{other}"):
-                    joined[other] = theirs = msgspec.json.decode(data, type=_Joined)
+                    joined[other] = theirs = msgspec.json.decode(data, type=learned(_Joined))
                     if theirs.options != self._options:
                         raise MisuseError(
                             f"node {other} was started with --nnodes, --max-restarts "
@@ -355,7 +355,7 @@ class Nodes:
                 data = store.get(f"phalanx/log/{generation}/{number + 1}")
                 if data is None:
                     break
-                said = msgspec.json.decode(data, type=NodeExit)
+                said = msgspec.json.decode(data, type=learned(NodeExit))
                 self._log.append(msgspec.structs.replace(said, summary=plain(said.summary)))
             polls += 1
             if self._listen_for_watchers is not None and (
@@ -394,7 +394,7 @@ class Nodes:
             for other, place in list(self._places.items()):
                 unknown = not place.address and not place.reason
                 if unknown and (data := store.get(f"{key}/{other}")):
-                    told = msgspec.json.decode(data, type=_Watched)
+                    told = msgspec.json.decode(data, type=learned(_Watched))
                     self._places[other] = msgspec.structs.replace(
                         place, address=plain(told.address), reason=plain(told.reason)
                     )
