@@ -22,7 +22,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-SECONDS = 60.0  # of a call; a child that hangs dies of SIGALRM after 10
+SECONDS = 60.0  # of a call
+LONGEST = 25  # of a child: one that hangs dies of SIGALRM; to end takes a busy machine seconds
 MISUSE, OTHER, WENT_THROUGH = 3, 4, 5  # exit codes of children
 SHOULD = {"call": MISUSE, "wait": MISUSE, "close": 0, "end": 0, "killed": -signal.SIGKILL}
 
@@ -64,7 +65,7 @@ class Forks:
             act = "call"
         child = os.fork()
         if child == 0:
-            signal.alarm(10)
+            signal.alarm(LONGEST)
             code = self._be_a_child(act, work)
             if act == "end" and in_main:
                 sys.exit(code)  # by way of all that its parent would do at its end
@@ -207,9 +208,9 @@ def traffics(  # noqa: PLR0915 - ten of them
             client.pull_()
         return bool((param == -4).all())
 
-    def use(net: Any) -> Callable[[], object]:
-        return lambda: net(torch.ones(1, 200)).sum().backward()
-
+    # Children of DDP and FSDP call this, too, and do not compute before. In torch each leaf tensor
+    # has a lock, and each node that adds up its gradient has one: a child that was forked while
+    # another thread held one, as it trained that model, waits for ever (without Phalanx, too).
     call = lambda: phalanx.all_reduce(torch.ones(2), backend)  # noqa: E731
     return {
         "blocking collectives": (blocking, call),
@@ -218,14 +219,14 @@ def traffics(  # noqa: PLR0915 - ten of them
         "messages in the background": (in_the_background, lambda: backend.isend(b"x", peer)),
         "barriers": (barrier, backend.barrier),
         "a sub-group": (subgroup, lambda: phalanx.all_gather(torch.ones(1), group)),
-        "DDP": (lambda forks: trained(ddp, of_ddp, forks), use(ddp)),
-        "FSDP": (lambda forks: trained(fsdp, of_fsdp, forks), use(fsdp)),
+        "DDP": (lambda forks: trained(ddp, of_ddp, forks), call),
+        "FSDP": (lambda forks: trained(fsdp, of_fsdp, forks), call),
         "shared tensors": (in_shared_memory, lambda: phalanx.all_reduce_(shared, backend)),
         "a parameter server": (parameter_server, lambda: backend.subgroup([0, 1])),
     }
 
 
-# Without DDP and FSDP, whose child computes before it calls: torch has locks of its own.
+# Not what a fork may find within torch's own locks: of DDP and FSDP see `call` above.
 SHORT = ["blocking collectives", "messages", "barriers", "shared tensors"]
 
 

@@ -144,7 +144,7 @@ class Processes(Place):
 
     def close(self, *, kill: bool = False) -> None:
         for process, pipe in self._workers:
-            if kill:
+            if kill and process.is_alive():  # or its number may be another's
                 process.kill()
             pipe.close()
         for process, _ in self._workers:

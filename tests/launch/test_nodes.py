@@ -16,6 +16,7 @@ from ports import unused_port
 from phalanx.errors import AuthenticationError, BackendUnavailableError, MisuseError
 from phalanx.launch.nodes import NodeExit, Nodes
 from phalanx.launch.store import connect_store
+from phalanx.transport.tcp.addresses import reserve_port
 
 PATIENCE = 30.0
 TOKEN = "a token of many letters"
@@ -240,6 +241,24 @@ def test_every_generation_has_a_port_of_its_own_for_torchs_store(
                 node.write(NodeExit(number, failed=False))
             until(*nodes, generation=generation)
         assert nodes[0].master_port(generation + 1) != ports[0]
+
+
+def test_a_node_that_is_closed_while_it_begins_keeps_no_port(
+    master: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, kept = threading.Event(), []
+
+    def late() -> socket.socket:
+        assert made.wait(PATIENCE)
+        assert node._closing.wait(PATIENCE)
+        kept.append(reserve_port())
+        return kept[0]
+
+    monkeypatch.setattr("phalanx.launch.nodes.reserve_port", late)
+    node = Nodes(nodes=2, ranks=1, master=master)
+    made.set()
+    assert node.close(PATIENCE)
+    assert [port.fileno() for port in kept] == [-1]
 
 
 def test_words_of_other_nodes_do_nothing_to_a_terminal(stack: ExitStack, master: str) -> None:

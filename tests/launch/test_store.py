@@ -124,9 +124,14 @@ def test_a_wait_hears_a_signal(stack: ExitStack) -> None:
 
     before = signal.signal(signal.SIGALRM, hear)
     stack.callback(signal.signal, signal.SIGALRM, before)
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
-    with pytest.raises(KeyboardInterrupt):
+    stack.callback(signal.setitimer, signal.ITIMER_REAL, 0)  # before there is no handler any more
+
+    def wait() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
         store.wait("key", PATIENCE)
+
+    with pytest.raises(KeyboardInterrupt):
+        wait()
 
 
 # Strangers --------------------------------------------------------------------------------------

@@ -120,7 +120,8 @@ class Job:
     def __exit__(self, *_: object) -> None:
         self._listener.close()
         for process, pipe in self._started:
-            process.kill()
+            if process.is_alive():  # or its number may be another's: the fork server reaps it
+                process.kill()
             process.join()
             pipe.close()
 

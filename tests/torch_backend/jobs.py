@@ -66,7 +66,8 @@ def run(
             return {rank: _outcome(*each) for rank, each in enumerate(started) if rank != lost}
         finally:
             for process, pipe in started:
-                process.kill()
+                if process.is_alive():  # or its number may be another's: the fork server reaps it
+                    process.kill()
                 process.join()
                 pipe.close()
 

@@ -110,12 +110,14 @@ def test_a_later_ctrl_c_interrupts(clock: Clock) -> None:
 def test_where_there_was_no_handler_a_later_signal_ends_the_program(clock: Clock) -> None:
     child = os.fork()
     if child == 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        with alone():
-            send(signal.SIGTERM)
-            clock.now += 2.0
-            send(signal.SIGTERM)
-        os._exit(3)
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            with alone():
+                send(signal.SIGTERM)
+                clock.now += 2.0
+                send(signal.SIGTERM)
+        finally:  # whatever is raised: it must not go on as a second pytest
+            os._exit(3)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status)
     assert os.WTERMSIG(status) == signal.SIGTERM

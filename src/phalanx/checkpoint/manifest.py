@@ -22,6 +22,7 @@ from xxhash import xxh3_64_hexdigest
 from phalanx.checkpoint.storage import COMMIT, MANIFEST, TENSOR_FILE
 from phalanx.errors import CheckpointDamagedError, CheckpointError, UnsupportedObjectError, plain
 from phalanx.wire.codec import DEPTH, DIMENSIONS, DTYPES
+from phalanx.wire.control import learned
 
 FORMAT = "phalanx checkpoint"
 VERSION = 1
@@ -174,7 +175,7 @@ def encode(record: Manifest | Commit) -> bytes:
 def decode(content: bytes | bytearray, kind: type[_T], path: str) -> _T:
     """The record in a file. Raises `CheckpointDamagedError`, naming the file, if it has none."""
     try:
-        return msgspec.json.decode(content, type=kind)
+        return msgspec.json.decode(content, type=learned(kind))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointDamagedError(f"{path} cannot be read: {plain(str(error))}") from None
 

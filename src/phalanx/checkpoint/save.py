@@ -35,6 +35,7 @@ from phalanx.checkpoint.storage import CheckpointFolder
 from phalanx.checkpoint.tensor_files import PlannedFile, TensorShard, write_tensors
 from phalanx.core.backend import Backend
 from phalanx.errors import CheckpointError, CheckpointIOError, MisuseError
+from phalanx.wire.control import learned
 from phalanx.wire.memory import copy_bits, plain, tensor_bytes
 
 log = logging.getLogger("phalanx")
@@ -126,7 +127,7 @@ class _Save:
         for wrapper in state.wrappers_of(model):
             means.update(wrapper.means(timeout=group.timeout))
         told = group.on_all(lambda: self._describe(model, optimizer, extra, own, means))
-        described = [msgspec.json.decode(each, type=RankDescription) for each in told]
+        described = [msgspec.json.decode(each, type=learned(RankDescription)) for each in told]
         with self._abandoned_on_error():
             name, self.nonce, self.previous = group.on_all(lambda: self._open(described))[0]
             self.path = os.path.join(self.folder, name)

@@ -26,6 +26,7 @@ from phalanx import files
 from phalanx.collectives.schedules import COLLECTIVES
 from phalanx.core.backend import Backend, SubBackend
 from phalanx.errors import MisuseError, plain
+from phalanx.wire.control import learned
 
 VARIABLE = "PHALANX_TUNING"
 FORMAT = "phalanx tuning 1"
@@ -108,7 +109,7 @@ def _load() -> Known:
 def read_tuning(content: bytes, path: str) -> Tuning:
     """The file, checked. `MisuseError` says what is wrong with it."""
     try:
-        tuning = msgspec.json.decode(content, type=Tuning)
+        tuning = msgspec.json.decode(content, type=learned(Tuning))
         if tuning.format != FORMAT:
             raise ValueError(f"its format is {tuning.format!r}, not {FORMAT!r}")
         for table in tuning.tables:

@@ -40,7 +40,7 @@ from phalanx.launch.store import StoreClient, StoreServer, connect_store, listen
 from phalanx.launch.watch_server import token_between_nodes
 from phalanx.native.meeting import tries
 from phalanx.transport.tcp.addresses import reserve_port
-from phalanx.wire.control import Endpoint, parse_address
+from phalanx.wire.control import Endpoint, learned, parse_address
 
 PATIENCE = 300  # seconds to wait for a node that does not join, or does not answer any more
 _POLL = 0.1
@@ -214,15 +214,14 @@ class Nodes:
 
     def close(self, seconds: float) -> bool:
         """Leave the job; return whether the thread has ended, for which this waits so long."""
-        if self._reserved is not None:
+        if self._nodes > 1:
+            self._closing.set()
+            self._thread.join(seconds)
+        elif self._server is not None:
+            self._server.close()
+        if self._reserved is not None:  # only now: the thread may have been about to reserve it
             self._reserved.close()
-        if self._nodes == 1:
-            if self._server is not None:
-                self._server.close()
-            return True
-        self._closing.set()
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
+        return self._nodes == 1 or not self._thread.is_alive()
 
     def _written_of(self, generation: int) -> list[NodeExit]:
         return self._log[generation * self._nodes : (generation + 1) * self._nodes]
@@ -320,7 +319,7 @@ class Nodes:
         while missing := set(range(nodes)) - joined.keys():
             for other in missing:
                 if data := store.get(f"phalanx/node/{other}"):
-                    joined[other] = theirs = msgspec.json.decode(data, type=_Joined)
+                    joined[other] = theirs = msgspec.json.decode(data, type=learned(_Joined))
                     if theirs.options != self._options:
                         raise MisuseError(
                             f"node {other} was started with --nnodes, --max-restarts "
@@ -356,7 +355,7 @@ class Nodes:
                 data = store.get(f"phalanx/log/{generation}/{number + 1}")
                 if data is None:
                     break
-                said = msgspec.json.decode(data, type=NodeExit)
+                said = msgspec.json.decode(data, type=learned(NodeExit))
                 self._log.append(msgspec.structs.replace(said, summary=plain(said.summary)))
             polls += 1
             if self._listen_for_watchers is not None and (
@@ -395,7 +394,7 @@ class Nodes:
             for other, place in list(self._places.items()):
                 unknown = not place.address and not place.reason
                 if unknown and (data := store.get(f"{key}/{other}")):
-                    told = msgspec.json.decode(data, type=_Watched)
+                    told = msgspec.json.decode(data, type=learned(_Watched))
                     self._places[other] = msgspec.structs.replace(
                         place, address=plain(told.address), reason=plain(told.reason)
                     )

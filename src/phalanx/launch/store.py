@@ -30,7 +30,7 @@ from phalanx.native.meeting import tries
 from phalanx.transport.tcp.addresses import address_on_interface
 from phalanx.transport.tcp.loop import READ, WRITE
 from phalanx.transport.tcp.tls import Tls
-from phalanx.wire.control import Endpoint, is_loopback
+from phalanx.wire.control import Endpoint, is_loopback, learned
 from phalanx.wire.handshake import Identity, Refused
 
 log = logging.getLogger("phalanx")
@@ -101,7 +101,7 @@ def _cut(received: bytearray, kind: type[_Message]) -> _Message | None:
     content = bytes(received[_HEAD.size : _HEAD.size + length])
     del received[: _HEAD.size + length]
     try:
-        return msgspec.msgpack.decode(content, type=kind)
+        return msgspec.msgpack.decode(content, type=learned(kind))
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise ValueError(f"a message that cannot be read: {error}") from None
 

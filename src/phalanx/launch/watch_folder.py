@@ -42,6 +42,7 @@ from phalanx.launch.state import (
     bounded,
 )
 from phalanx.transport.tcp.heartbeat import host_id, is_stopped
+from phalanx.wire.control import learned
 
 VARIABLE = "PHALANX_WATCH"
 PERIOD = 0.5  # seconds between two states of a rank, and two touches of a watcher
@@ -155,7 +156,7 @@ def _read_file(path: Path, kind: type[T]) -> T | None:
             if os.fstat(file).st_uid != os.getuid():
                 return None
             data = os.read(file, MOST_BYTES)
-        return msgspec.json.decode(data, type=kind)
+        return msgspec.json.decode(data, type=learned(kind))
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 

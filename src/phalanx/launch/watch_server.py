@@ -29,7 +29,7 @@ from phalanx.launch.state import MOST_BYTES, JobState, bounded
 from phalanx.launch.watch_folder import PERIOD, VARIABLE, WatchFolder
 from phalanx.transport.tcp.admission import MAKE_ONE, PATIENCE, find_token
 from phalanx.transport.tcp.tls import Tls
-from phalanx.wire.control import Endpoint, parse_address
+from phalanx.wire.control import Endpoint, learned, parse_address
 from phalanx.wire.handshake import Identity, Refused
 
 MOST_WATCHERS = 8  # at a time; more are turned away
@@ -174,7 +174,7 @@ class RemoteFolder:
         lines, newline, rest = self._received.rpartition(b"\n")
         if newline:
             try:
-                state = msgspec.json.decode(lines.rpartition(b"\n")[2], type=JobState)
+                state = msgspec.json.decode(lines.rpartition(b"\n")[2], type=learned(JobState))
             except msgspec.MsgspecError:
                 return None
             self._received = rest

@@ -46,7 +46,7 @@ from phalanx.errors import (
 )
 from phalanx.transport.tcp.admission import MAKE_ONE, find_token
 from phalanx.transport.tcp.heartbeat import host_id
-from phalanx.wire.control import is_loopback, parse_address
+from phalanx.wire.control import is_loopback, learned, parse_address
 
 log = logging.getLogger("phalanx")
 
@@ -441,6 +441,6 @@ def _is_here(address: str) -> bool:
 def _decode(text: str, kind: type[_T]) -> _T | None:
     """Return what a word says; None if it is no such word."""
     try:
-        return msgspec.json.decode(text, type=kind)
+        return msgspec.json.decode(text, type=learned(kind))
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None

@@ -25,6 +25,7 @@ from phalanx.parallel.guards import refuse
 from phalanx.parallel.wrapper import Wrapper, named_plainly, slices_in, walk
 from phalanx.pipeline.schedules import SCHEDULES, even_sizes
 from phalanx.pipeline.stage_p2p import Tree, flatten, map_tensors
+from phalanx.wire.control import learned
 
 MOST_PASSES = 2**29  # each has a tag
 
@@ -93,7 +94,7 @@ class PipelineParallelConfig(
     @classmethod
     def from_json(cls, text: str | bytes) -> PipelineParallelConfig:
         """From JSON. Raises ValueError for text that is none, and for what a config cannot be."""
-        return msgspec.json.decode(text, type=cls)
+        return msgspec.json.decode(text, type=learned(cls))
 
 
 # ------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from phalanx.errors import (
 )
 from phalanx.pipeline.schedules import ActionKind
 from phalanx.wire.codec import DTYPES, decode, encode
+from phalanx.wire.control import learned
 
 FIRST_TAG = 2**30
 LOSS_TAG = FIRST_TAG - 1
@@ -128,7 +129,7 @@ class MessageLayout(NamedTuple):
     def decode(cls, content: bytearray) -> MessageLayout:
         """From bytes. Raises `MalformedObjectError` for what is no layout."""
         try:
-            layout = msgspec.convert(decode(memoryview(content)), cls)
+            layout = msgspec.convert(decode(memoryview(content)), learned(cls))
         except msgspec.ValidationError:
             raise MalformedObjectError("what came is no layout of tensors") from None
         if not all(spec.dtype in DTYPES for spec in layout.specs):

@@ -27,7 +27,7 @@ from phalanx.errors import (
     InvalidWorldSizeError,
     MisuseError,
 )
-from phalanx.wire.control import parse_address
+from phalanx.wire.control import learned, parse_address
 
 T = TypeVar("T", bound="_Config")
 
@@ -60,7 +60,7 @@ class _Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def from_json(cls: type[T], text: str | bytes) -> T:
         """From JSON. Raises ValueError, which names the field, for text that does not fit."""
         try:
-            return msgspec.json.decode(text, type=cls)
+            return msgspec.json.decode(text, type=learned(cls))
         except msgspec.DecodeError as error:
             if isinstance(error.__cause__, ValueError):  # raised by __post_init__
                 raise error.__cause__ from None

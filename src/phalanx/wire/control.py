@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+import threading
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import msgspec
@@ -191,15 +193,33 @@ class News(msgspec.Struct, frozen=True, array_like=True):
     words: list[RankLeft | RankLost | GroupLeft | GroupFailed]
 
 
+_K = TypeVar("_K")
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 encode = msgspec.msgpack.Encoder().encode
+_learning = threading.Lock()
+
+
+def learned(kind: _K) -> _K:
+    """Return `kind`, a type that msgspec is to read, when msgspec has learned what it consists of.
+
+    Left alone it learns that in the first read, and a second thread that reads the same type
+    meanwhile crashes the process (msgspec 0.22). So whoever reads with a type wraps it in this.
+    """
+    _learn(kind)
+    return kind
+
+
+@cache
+def _learn(kind: object) -> None:
+    with _learning:
+        msgspec.msgpack.Decoder(kind)
 
 
 def decode(payload: bytes, kind: type[_T]) -> _T:
     """The message in `payload`. Raises `FrameError` if it is not one of this kind."""
     try:
-        return msgspec.msgpack.decode(payload, type=kind)
+        return msgspec.msgpack.decode(payload, type=learned(kind))
     # msgspec has no error of its own for text that is not UTF-8, and for too deep nesting.
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FrameError(f"a {kind.__name__} message that cannot be read: {error}") from None

@@ -56,6 +56,7 @@ from phalanx.tools.bench.request import (
     show_size,
 )
 from phalanx.tools.machine import read_sizes
+from phalanx.wire.control import learned
 
 REQUEST, FOUND = "request.json", "found.jsonl"
 
@@ -65,7 +66,7 @@ Tell = Callable[[Message], None]
 def main(folder: Path, scripts: Sequence[str]) -> None:
     """Be a rank, as a program of its own."""
     die_with_parent(os.getppid())
-    request = msgspec.json.decode((folder / REQUEST).read_bytes(), type=BenchRequest)
+    request = msgspec.json.decode((folder / REQUEST).read_bytes(), type=learned(BenchRequest))
     peers = dict(PEERS)
     for script in scripts:
         peers |= runpy.run_path(script)["PEERS"]

@@ -45,6 +45,7 @@ from phalanx.tools.bench.rank import (
 from phalanx.tools.bench.report import BenchReport
 from phalanx.tools.bench.request import PEAK, TIME, BenchRequest, LeftOut, Message
 from phalanx.tools.machine import describe_machine
+from phalanx.wire.control import learned
 
 _PEAKS = "the peak of memory"
 
@@ -246,7 +247,7 @@ def _listen(folder: Path, supervisor: Supervisor, count: int) -> Iterator[Messag
             *lines, rest = (rest + file.read()).split(b"\n")
             for line in lines:
                 heard = time.monotonic()
-                yield msgspec.json.decode(line, type=Message)
+                yield msgspec.json.decode(line, type=learned(Message))
             if state == "done":
                 return
             if time.monotonic() - heard > _SILENCE:
