@@ -23,6 +23,7 @@ from phalanx import (
     ErrorFeedback,
     GradScaler,
     MisuseError,
+    PeerLostError,
     Pipeline,
     ReduceOp,
     TopK,
@@ -374,3 +375,41 @@ def test_a_copy_of_a_pipeline_is_one_of_its_own_on_the_same_ranks():
     expected = [F.mse_loss(deep()(inputs), targets).item(), targets.square().mean().item()]
     for losses in simulate(run, 2):
         assert losses == pytest.approx(expected)
+
+
+class Spoils(nn.Module):
+    """An error in the backward pass of one rank."""
+
+    def __init__(self, spoils: bool) -> None:
+        super().__init__()
+        self.spoils = spoils
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.spoils:
+            x = x * 1.0
+            x.register_hook(lambda _: 1 / 0)
+        return x
+
+
+@pytest.mark.parametrize("name", ["DDP", "FSDP"])
+def test_an_error_on_one_rank_is_told_to_replicas_and_parameters_can_be_read(name: str):
+    """Rank 2 fails; rank 0 has the same layers, and waits for it where they are averaged."""
+
+    def run(backend: Backend) -> tuple[BaseException | None, bool]:
+        mesh = grid(backend)
+        layers = [
+            WRAPS[name](layer, mesh["data"]) if list(layer.parameters()) else layer
+            for layer in deep()
+        ]
+        layers.insert(1, Spoils(backend.rank == 2))
+        pipeline = piped(mesh["stage"], layers, 2)
+        before = [p.detach().clone() for p in pipeline.parameters()]
+        rows = [rows_of(part, mesh["data"]) for part in batch(8)]
+        error = outcome_of(lambda: pipeline.train_step(*rows, F.mse_loss))
+        after = list(pipeline.parameters())
+        return error, all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+    errors, same = zip(*simulate(run, 4), strict=True)
+    assert isinstance(errors[0], PeerLostError)
+    assert isinstance(errors[2], ZeroDivisionError)
+    assert all(same)

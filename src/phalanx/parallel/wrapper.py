@@ -176,6 +176,9 @@ class Wrapper(nn.Module):
     def after_step(self, optimizer: Optimizer) -> None:
         """It has."""
 
+    def after_skip(self, optimizer: Optimizer) -> None:
+        """`GradScaler` has skipped its step, on all ranks."""
+
     def _check_compression(self, compression: Compressor | None) -> None:
         """Raise unless this can compress the gradients of all parameters that are trained."""
         if compression is None:
@@ -215,7 +218,7 @@ def named_plainly(
         for name, tensor in getattr(part, of).items():
             if tensor is not None and not (remove_duplicate and tensor in seen):
                 seen.add(tensor)
-                yield start + name, tensor
+                yield start + name, getattr(tensor, "shard", tensor)  # in a pass of FSDP, too
 
 
 def _check_only_one(module: nn.Module, kind: type[Wrapper], rank: int) -> None:
@@ -290,7 +293,8 @@ def owner_of(parameter: nn.Parameter) -> Wrapper | None:
     return found.owner() if isinstance(found, _Claim) else None
 
 
-def _tell(step: Callable[[Wrapper, Optimizer], None], optimizer: Optimizer, *_: object) -> None:
+def tell(step: Callable[[Wrapper, Optimizer], None], optimizer: Optimizer, *_: object) -> None:
+    """Call it with each owner of the optimizer's parameters."""
     owners: dict[int, Wrapper] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -301,8 +305,8 @@ def _tell(step: Callable[[Wrapper, Optimizer], None], optimizer: Optimizer, *_: 
         step(owner, optimizer)
 
 
-register_optimizer_step_pre_hook(partial(_tell, lambda owner, opt: owner.before_step(opt)))
-register_optimizer_step_post_hook(partial(_tell, lambda owner, opt: owner.after_step(opt)))
+register_optimizer_step_pre_hook(partial(tell, lambda owner, opt: owner.before_step(opt)))
+register_optimizer_step_post_hook(partial(tell, lambda owner, opt: owner.after_step(opt)))
 
 
 class WrapperHook(partial[None]):
