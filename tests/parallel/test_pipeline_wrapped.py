@@ -161,6 +161,38 @@ def test_what_compressors_leave_over_is_saved_layer_by_layer(
     simulate(run, 4)
 
 
+@pytest.mark.parametrize("name", ["DDP", "FSDP"])
+def test_a_step_that_a_scaler_skips_leaves_all_compressors_as_they_were(name: str):
+    """An infinity in one layer of one stage: the averages of other layers are finite."""
+
+    def compressed(layer: nn.Module, data: Backend) -> nn.Module:
+        kind = DDP if name == "DDP" else FSDP
+        return kind(layer, data, compression=ErrorFeedback(TopK(0.1)))
+
+    def run(backend: Backend) -> None:
+        mesh = grid(backend)
+        pipeline = wrapped(mesh, compressed)
+        optimizer, scaler = sgd(pipeline.parameters()), GradScaler(backend, init_scale=2.0)
+        states: list[dict[str, Tensor]] = []
+        for seed in range(4):
+            rows = [rows_of(part, mesh["data"]) for part in batch(8, seed)]
+            optimizer.zero_grad()
+            last = list(pipeline.parameters())[-1]
+            spoils = seed == 2 and backend.rank == 3
+            handle = last.register_hook(lambda g, by=math.inf if spoils else 1.0: g * by)
+            pipeline.train_step(*rows, lambda out, y: scaler.scale(F.mse_loss(out, y)))
+            handle.remove()
+            scaler.step(optimizer)
+            scaler.update()
+            states.append({k: v.clone() for k, v in pipeline.state_dict().items()})
+        assert scaler.get_scale() == 1.0
+        for key, value in states[1].items():
+            assert torch.equal(states[2][key], value), key
+        assert any("compression@" in k and not v.equal(states[1][k]) for k, v in states[3].items())
+
+    simulate(run, 4)
+
+
 def test_what_compressors_leave_over_goes_to_other_stages_and_ranks(tmp_path: Path):
     """Saved by 2 stages of 2 replicas, loaded by 3 stages: averages lack as much."""
 

@@ -118,6 +118,7 @@ class Wrapper(nn.Module):
         """
         if self.compression is None:
             return {}
+        self._count_passes()
         return own_state(self.compression, self.backend, self._sharding)
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
@@ -172,12 +173,19 @@ class Wrapper(nn.Module):
 
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to write some of the parameters that this wrapper has claimed."""
+        self._count_passes()
 
     def after_step(self, optimizer: Optimizer) -> None:
         """It has."""
 
     def after_skip(self, optimizer: Optimizer) -> None:
         """`GradScaler` has skipped its step, on all ranks."""
+        if self.compression is not None:
+            self.compression.rollback()
+
+    def _count_passes(self) -> None:
+        if self.compression is not None and self.compression.waits_for_step:
+            self.compression.commit()
 
     def _check_compression(self, compression: Compressor | None) -> None:
         """Raise unless this can compress the gradients of all parameters that are trained."""

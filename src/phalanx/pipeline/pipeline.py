@@ -118,6 +118,9 @@ class Pipeline(Wrapper):
         averages = check_same_plan(plan.lines, averages, problem, backend)
         super().__init__(own, backend)
         self._never_averaged = outside if averages else {}
+        for part in own.modules():
+            if isinstance(part, Wrapper) and part.averages and part.compression is not None:
+                part.compression.waits_for_step = True
         self.config = config
         self._plan = plan
         self._layouts: Layouts = {}
