@@ -37,7 +37,9 @@ class Autocast(Feature):
         job.dtype = torch.float32
 
     def passes(self, job: Job, inner: Inner, rows: slice) -> None:
-        with torch.autocast("cpu", torch.bfloat16):
+        # Ranks that are threads have one cache, which each of them empties when it leaves.
+        cache = not isinstance(job.backend, phalanx.SimulatedBackend)
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
             inner(rows)
 
 
@@ -128,7 +130,10 @@ class UnusedInGroup(UnusedOnOne):
 @feature("sparse gradients", "parameters", tags="sparse optimizer", against="dense")
 class Sparse(Feature):
     def layers(self, job: Job, layers: dict[str, nn.Module]) -> None:
-        layers["words"] = Words()
+        # First, for behind another layer rounding would choose other words.
+        others = dict(layers)
+        layers.clear()
+        layers.update(words=Words(), **others)
 
     def make_optimizers(self, job: Job, inner: Inner, given: list[Any]) -> Any:
         return [torch.optim.SGD(given, lr=job.rate)]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from wrappers import Way
 
 import phalanx
-from phalanx.compression import Half, RandomK
+from phalanx.compression import ErrorFeedback, Half, RandomK
 
 # Nothing else -----------------------------------------------------------------------------------
 
@@ -132,17 +132,20 @@ class Scaled(Feature):
         scale = job.kept["scaler"].get_scale()
         job.kept["scaler"].update()
         factor = job.kept["scaler"].get_scale() / scale
-        for part in job.model.modules():
-            if factor != 1 and getattr(part, "compression", None) is not None:
-                part.compression.scale_(factor)  # what is left over has that scale
+        for part in job.model.modules():  # what is left over of gradients has that scale
+            if factor != 1 and isinstance(getattr(part, "compression", None), ErrorFeedback):
+                part.compression.scale_(factor)
 
     def optimizer_step(self, job: Job, inner: Inner, optimizer: Any) -> None:
         job.kept["scaler"].step(optimizer)
 
 
-@feature("GradScaler, a step skipped", "gradients", tags="scaler count", against="steps")
+@feature("GradScaler, a step skipped", "gradients", tags="scaler count", against="steps lora")
 class ScaledOverflow(Scaled):
-    """One element of one gradient overflows on one rank in the second step; no rank takes it."""
+    """One element of one gradient overflows on one rank in the second step; no rank takes it.
+
+    Of several optimizers the others step. LoRA freezes that parameter.
+    """
 
     def layers(self, job: Job, layers: dict[str, nn.Module]) -> None:
         def now() -> bool:
@@ -152,10 +155,10 @@ class ScaledOverflow(Scaled):
 
         layers["overflows"] = Overflows(now)
 
-    def optimizer_step(self, job: Job, inner: Inner, optimizer: Any) -> None:
-        super().optimizer_step(job, inner, optimizer)
-        if job.number == 1:
-            job.taken -= 1  # which `update` counts
+    def update(self, job: Job, inner: Inner) -> None:
+        super().update(job, inner)
+        if job.number == 1 and len(job.optimizers) == 1:
+            job.taken -= 1
 
     def finish(self, job: Job, inner: Inner) -> None:
         job.check(job.kept["scaler"].get_scale() == 8.0, "the scale did not go down")
@@ -261,8 +264,12 @@ class Several(Feature):
     def make_optimizers(self, job: Job, inner: Inner, given: list[Any]) -> Any:
         last = {id(p) for n, p in job.model.named_parameters() if n.startswith("head")}
         halves = [p for p in given if id(p) not in last], [p for p in given if id(p) in last]
-        rates = job.rate, 0.5 * job.rate
-        return [torch.optim.SGD(h, lr=r) for h, r in zip(halves, rates, strict=True) if h]
+        # All ranks of a pipeline have both, as scalers ask; on some one has no parameters.
+        every = [half for half in halves if half or job.way.pipeline]
+        return [
+            torch.optim.SGD([{"params": half}], lr=job.rate * 0.5**number)
+            for number, half in enumerate(every)
+        ]
 
 
 @feature("schedulers", "optimizers", tags="scheduled", against="steps")

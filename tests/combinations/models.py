@@ -108,11 +108,11 @@ class Overflows(nn.Module):
 
 
 class Words(nn.Module):
-    """An embedding with sparse gradients."""
+    """An embedding of inputs with sparse gradients."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.words = nn.Embedding(5, WIDTH, sparse=True)
+        self.words = nn.Embedding(5, 4, sparse=True)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.words((10 * x.detach()).abs().sum(-1).long() % 5)

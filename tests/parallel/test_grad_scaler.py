@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from ddp_models import loss_of, mlp, vectors
-from ddp_runs import rows_of
+from ddp_runs import outcome_of, rows_of
 from torch import Tensor
 
-from phalanx import FSDP, Backend, GradScaler, ShardingStrategy, simulate
+from phalanx import FSDP, Backend, DesyncError, GradScaler, ShardingStrategy, simulate
 
 STRATEGIES = [
     ShardingStrategy.FULL_SHARD,
@@ -72,3 +72,36 @@ def test_training_with_a_scaler_equals_plain_training(
                 torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
         else:
             assert state["scale"] == 8  # doubled after two steps, halved by the third
+
+
+def test_an_optimizer_without_parameters_skips_with_that_of_the_other_ranks() -> None:
+    """As that of a head, on other stages of a pipeline."""
+
+    def run(backend: Backend) -> tuple[list[bool], float]:
+        parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(1 + backend.rank)]
+        given = [{"params": parameters[:1]}], [{"params": parameters[1:]}]
+        optimizers = [torch.optim.SGD(groups, lr=0.1) for groups in given]
+        scaler = GradScaler(backend, init_scale=8.0)
+        for number, parameter in enumerate(parameters):
+            parameter.grad = torch.full((2,), float("inf") if number else 8.0)
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+        scaler.update()
+        return [bool((p == 1).all()) for p in parameters], scaler.get_scale()
+
+    assert list(simulate(run, 2)) == [([False], 4.0), ([False, True], 4.0)]
+
+
+def test_ranks_with_different_numbers_of_optimizers_are_told_so() -> None:
+    def run(backend: Backend) -> BaseException | None:
+        parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(1 + backend.rank)]
+        optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in parameters]
+        scaler = GradScaler(backend)
+        for optimizer in optimizers:
+            outcome = outcome_of(lambda optimizer=optimizer: scaler.unscale_(optimizer))
+        return outcome or outcome_of(backend.barrier)
+
+    for outcome in simulate(run, 2):
+        assert isinstance(outcome, DesyncError)
+        assert "GradScaler, an optimizer" in str(outcome)

@@ -21,6 +21,7 @@ from phalanx import (
     DesyncError,
     DiLoCo,
     ErrorFeedback,
+    GradScaler,
     LocalSGD,
     MisuseError,
     PeerLostError,
@@ -64,6 +65,26 @@ def test_an_optimizer_that_comes_more_often_counts():
 
 def test_others_parameters_count_for_nothing():
     assert counted([A], [C], [C], [A]) == [0, 0, 0, 1]
+
+
+def test_an_optimizer_whose_step_is_skipped_is_not_waited_for():
+    for first, second in ((A, B), (B, A)):
+        counter = StepCounter([A, B])
+        assert not counter.skip([first])
+        assert counter.after([second])
+        assert not counter.before([first])
+        assert not counter.after([first])
+        assert counter.skip([second])
+        assert counter.now() == (2, 2, 0)
+
+
+def test_a_step_that_all_optimizers_skip_does_not_count():
+    counter = StepCounter([A, B])
+    assert not counter.skip([A])
+    assert not counter.skip([B])
+    assert not counter.after([A])
+    assert counter.after([B])
+    assert counter.now() == (1, 1, 0)
 
 
 # On a model ------------------------------------------------------------------------------------
@@ -128,6 +149,28 @@ def test_a_step_that_one_rank_skips_is_waited_for():
         return values(model)
 
     assert_same_bits(list(simulate(run, 2)))
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["skipped first", "skipped last"])
+def test_a_scaler_skips_one_of_two_optimizers_and_ranks_synchronize_between_steps(order: int):
+    def run(backend: Backend) -> list[int]:
+        model = LocalSGD(mlp(), backend, every=2)
+        parameters, scaler = list(model.parameters()), GradScaler(backend, init_scale=1.0)
+        both = [sgd(parameters[:3]), sgd(parameters[3:])]
+        syncs = []
+        for number in range(4):
+            inputs, targets = vectors(4, seed=10 * backend.rank + number)
+            model.zero_grad()
+            scaler.scale((model(inputs) - targets).pow(2).mean()).backward()
+            if number == 1 and backend.rank == 1:
+                parameters[0].grad.fill_(float("inf"))
+            for optimizer in both[::order]:
+                scaler.step(optimizer)
+                syncs.append(model.meetings)
+            scaler.update()
+        return syncs
+
+    assert list(simulate(run, 2)) == 2 * [[0, 0, 0, 1, 1, 1, 1, 2]]
 
 
 def test_when_the_wrapper_is_gone_nothing_is_counted_and_it_may_be_wrapped_again():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,10 +20,13 @@ from phalanx import (
     FSDP,
     Backend,
     DeviceMesh,
+    ErrorFeedback,
     GradScaler,
     MisuseError,
+    PeerLostError,
     Pipeline,
     ReduceOp,
+    TopK,
     all_reduce_coalesced_,
     load_checkpoint,
     parallelize,
@@ -121,6 +125,112 @@ def test_data_and_stages_train_clip_save_and_go_on_as_the_plain_model(
 
     for key, value in simulate(alone, 1)[0].items():
         torch.testing.assert_close(value, plainly(2, max_norm=0.05)[0].state_dict()[key])
+
+
+@pytest.mark.parametrize(("name", "schedule"), [("DDP", "1f1b"), ("FSDP", "zb_h1")])
+def test_what_compressors_leave_over_is_saved_layer_by_layer(
+    name: str, schedule: str, tmp_path: Path
+):
+    """Layers of different stages have parameters of one name. Training goes on bit for bit."""
+
+    def compressed(layer: nn.Module, data: Backend) -> nn.Module:
+        kind = DDP if name == "DDP" else FSDP
+        return kind(layer, data, compression=ErrorFeedback(TopK(0.1)))
+
+    def train(pipeline: Pipeline, mesh: DeviceMesh, steps: range) -> dict[str, Tensor]:
+        for seed in steps:
+            step(pipeline, mesh, seed, by_hand=False)
+            sgd(pipeline.parameters()).step()
+        state: dict[str, Tensor] = pipeline.state_dict()
+        return {key: value.clone() for key, value in state.items()}
+
+    def run(backend: Backend) -> None:
+        mesh = grid(backend)
+        pipeline = wrapped(mesh, compressed, schedule)
+        saved = train(pipeline, mesh, range(2))
+        save_checkpoint(tmp_path, model=pipeline, step=2, backend=mesh[AXES])
+        other = wrapped(mesh, compressed, schedule, seed=5)
+        load_checkpoint(tmp_path, model=other, backend=mesh[AXES])
+        assert any("compression@" in key for key in saved)
+        for went_on in (saved, train(pipeline, mesh, range(2, 4))):
+            found: dict[str, Tensor] = other.state_dict()
+            assert found.keys() == went_on.keys()
+            assert all(torch.equal(found[key], value) for key, value in went_on.items())
+            train(other, mesh, range(2, 4))
+
+    simulate(run, 4)
+
+
+@pytest.mark.parametrize("name", ["DDP", "FSDP"])
+def test_a_step_that_a_scaler_skips_leaves_all_compressors_as_they_were(name: str):
+    """An infinity in one layer of one stage: the averages of other layers are finite."""
+
+    def compressed(layer: nn.Module, data: Backend) -> nn.Module:
+        kind = DDP if name == "DDP" else FSDP
+        return kind(layer, data, compression=ErrorFeedback(TopK(0.1)))
+
+    def run(backend: Backend) -> None:
+        mesh = grid(backend)
+        pipeline = wrapped(mesh, compressed)
+        optimizer, scaler = sgd(pipeline.parameters()), GradScaler(backend, init_scale=2.0)
+        states: list[dict[str, Tensor]] = []
+        for seed in range(4):
+            rows = [rows_of(part, mesh["data"]) for part in batch(8, seed)]
+            optimizer.zero_grad()
+            last = list(pipeline.parameters())[-1]
+            spoils = seed == 2 and backend.rank == 3
+            handle = last.register_hook(lambda g, by=math.inf if spoils else 1.0: g * by)
+            pipeline.train_step(*rows, lambda out, y: scaler.scale(F.mse_loss(out, y)))
+            handle.remove()
+            scaler.step(optimizer)
+            scaler.update()
+            states.append({k: v.clone() for k, v in pipeline.state_dict().items()})
+        assert scaler.get_scale() == 1.0
+        for key, value in states[1].items():
+            assert torch.equal(states[2][key], value), key
+        assert any("compression@" in k and not v.equal(states[1][k]) for k, v in states[3].items())
+
+    simulate(run, 4)
+
+
+def test_what_compressors_leave_over_goes_to_other_stages_and_ranks(tmp_path: Path):
+    """Saved by 2 stages of 2 replicas, loaded by 3 stages: averages lack as much."""
+
+    def built(stage: Backend, data: Backend | None, seed: int) -> Pipeline:
+        alone = stage.subgroup([stage.rank]) if data is None else data
+
+        def wrap(layer: nn.Module) -> nn.Module:
+            return DDP(layer, alone, compression=ErrorFeedback(TopK(0.1)))
+
+        layers = [wrap(layer) if list(layer.parameters()) else layer for layer in deep(seed=seed)]
+        return piped(stage, layers, 2)
+
+    def lacks(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Of each parameter, the sum of what ranks have left over, each by its share."""
+        total: dict[str, Tensor] = {}
+        for key, value in (item for state in states for item in state.items()):
+            if match := re.fullmatch(r"(\d+\.)compression@\d+/(\d+)\.residual\.(.*)", key):
+                layer, ranks, name = match.groups()
+                total[layer + name] = total.get(layer + name, 0) + value.double() / int(ranks)
+        return total
+
+    def save(backend: Backend) -> dict[str, Tensor]:
+        mesh = grid(backend)
+        pipeline = built(mesh["stage"], mesh["data"], seed=0)
+        step(pipeline, mesh, 0, by_hand=False)
+        save_checkpoint(tmp_path, model=pipeline, step=1, backend=mesh[AXES])
+        return {key: value.clone() for key, value in pipeline.state_dict().items()}
+
+    def load(backend: Backend) -> dict[str, Tensor]:
+        pipeline = built(backend, None, seed=5)
+        load_checkpoint(tmp_path, model=pipeline, backend=backend)
+        return dict(pipeline.state_dict())
+
+    before, after = lacks(list(simulate(save, 4))), lacks(list(simulate(load, 3)))
+    assert len(before) == 12
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        torch.testing.assert_close(after[name], value, rtol=2**-23, atol=0)
 
 
 def test_a_pipeline_is_saved_and_goes_on_with_other_stages(tmp_path: Path):
@@ -297,3 +407,41 @@ def test_a_copy_of_a_pipeline_is_one_of_its_own_on_the_same_ranks():
     expected = [F.mse_loss(deep()(inputs), targets).item(), targets.square().mean().item()]
     for losses in simulate(run, 2):
         assert losses == pytest.approx(expected)
+
+
+class Spoils(nn.Module):
+    """An error in the backward pass of one rank."""
+
+    def __init__(self, spoils: bool) -> None:
+        super().__init__()
+        self.spoils = spoils
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.spoils:
+            x = x * 1.0
+            x.register_hook(lambda _: 1 / 0)
+        return x
+
+
+@pytest.mark.parametrize("name", ["DDP", "FSDP"])
+def test_an_error_on_one_rank_is_told_to_replicas_and_parameters_can_be_read(name: str):
+    """Rank 2 fails; rank 0 has the same layers, and waits for it where they are averaged."""
+
+    def run(backend: Backend) -> tuple[BaseException | None, bool]:
+        mesh = grid(backend)
+        layers = [
+            WRAPS[name](layer, mesh["data"]) if list(layer.parameters()) else layer
+            for layer in deep()
+        ]
+        layers.insert(1, Spoils(backend.rank == 2))
+        pipeline = piped(mesh["stage"], layers, 2)
+        before = [p.detach().clone() for p in pipeline.parameters()]
+        rows = [rows_of(part, mesh["data"]) for part in batch(8)]
+        error = outcome_of(lambda: pipeline.train_step(*rows, F.mse_loss))
+        after = list(pipeline.parameters())
+        return error, all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+    errors, same = zip(*simulate(run, 4), strict=True)
+    assert isinstance(errors[0], PeerLostError)
+    assert isinstance(errors[2], ZeroDivisionError)
+    assert all(same)

@@ -111,7 +111,7 @@ def group_for(
     Raises `MisuseError` for a model that has several backends, and as `_check_layer_parts_apart`.
     """
     if backend is None and model is not None:
-        backends = {id(wrapper.backend): wrapper.backend for wrapper in wrappers_of(model)}
+        backends = {id(wrapper.backend): wrapper.backend for wrapper in wrappers_of(model).values()}
         if len(backends) > 1:
             raise errors.MisuseError(
                 "the model has parts on different backends: say with backend= which ranks save or "

@@ -230,19 +230,19 @@ def _into_model(model: state.ModelState, manifest: Manifest, reader: Reader) -> 
     for key in model.stateful:
         reader.request(manifest.values[key])
     own_states = []
-    for number, wrapper in enumerate(model.wrappers):
-        prefix = f"own/{number}/"
+    for name, wrapper in model.wrappers.items():
+        prefix = f"own/{name}/"
         keys = [name.removeprefix(prefix) for name in manifest.state if name.startswith(prefix)]
         own_states.append({key: reader.whole(prefix + key) for key in wrapper.needs(keys)})
     used = {*there.values(), *model.stateful}
     yield [name for name in (*manifest.model, *manifest.values) if name not in used]
 
     with ExitStack() as writing, torch.no_grad():
-        for wrapper in model.wrappers:
+        for wrapper in model.wrappers.values():
             writing.enter_context(wrapper.writing())
         for tensor, flat in loaded:
             copy_bits(tensor.detach(), flat.view(tensor.shape))
-    for wrapper, own in zip(model.wrappers, own_states, strict=True):
+    for wrapper, own in zip(model.wrappers.values(), own_states, strict=True):
         wrapper.load_own_state(own)
     for key, module in model.stateful.items():
         module.set_extra_state(from_json(manifest.values[key], reader.whole))

@@ -174,12 +174,12 @@ class _Pretrained:
         """Change the model."""
         assert self._held is not None
         with ExitStack() as writing, torch.no_grad():
-            for wrapper in self._held.wrappers:
+            for wrapper in self._held.wrappers.values():
                 writing.enter_context(wrapper.writing())
             for wanted, part in zip(self._wanted, self._read, strict=True):
                 tensor = wanted.shard.tensor.detach()
                 copy_bits(tensor, part.view(tensor.shape))
-        for wrapper in self._held.wrappers:  # as after load_state_dict of a plain state
+        for wrapper in self._held.wrappers.values():  # as after load_state_dict of a plain state
             wrapper.load_own_state({})
 
 

@@ -124,7 +124,7 @@ class _Save:
     ) -> PendingSave:
         group, backend = self.group, self.group.backend
         means: dict[Tensor, Tensor] = {}
-        for wrapper in state.wrappers_of(model):
+        for wrapper in state.wrappers_of(model).values():
             means.update(wrapper.means(timeout=group.timeout))
         told = group.on_all(lambda: self._describe(model, optimizer, extra, own, means))
         described = [msgspec.json.decode(each, type=learned(RankDescription)) for each in told]
@@ -169,9 +169,9 @@ class _Save:
             described.values[key] = local.json(module.get_extra_state(), f"model/{key}")
         if optimizer is not None:
             described.optimizer = describe_optimizer(optimizer, held.parameters, local)
-        for number, wrapper in enumerate(held.wrappers):
+        for name, wrapper in held.wrappers.items():
             for key, tensor in wrapper.own_state().items():  # the key names the rank
-                local.add("state", f"own/{number}/{key}", tensor, equal=False)
+                local.add("state", f"own/{name}/{key}", tensor, equal=False)
         local.add("state", described.rng, state.capture_random_state(), equal=False)
         described.extra = local.json(extra, "extra") if rank == 0 else None
         described.own = local.json(own, f"own@{rank}")

@@ -12,6 +12,7 @@ import random
 import sys
 from array import array
 from collections.abc import Iterator, Mapping
+from itertools import count
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -46,14 +47,14 @@ class ModelState(NamedTuple):
     buffers      those of the state dict, by name; every rank has all of each
     aliases      the other names of these, each with the name that is stored
     stateful     modules with `get_extra_state`, by its key in the state dict
-    wrappers     in the model, or around it
+    wrappers     in the model, or around it, by the names that all ranks have for them
     """
 
     parameters: dict[str, ParameterShard]
     buffers: dict[str, ParameterShard]
     aliases: dict[str, str]
     stateful: dict[str, nn.Module]
-    wrappers: list[Wrapper]
+    wrappers: dict[str, Wrapper]
 
 
 def model_state(model: nn.Module) -> ModelState:
@@ -62,7 +63,7 @@ def model_state(model: nn.Module) -> ModelState:
     Raises `MisuseError` for wrappers inside each other, or a wrapper whose parameters are not as it
     says; `UnsupportedOperationError` for tensors whose elements are not in memory one by one.
     """
-    found = ModelState({}, {}, {}, {}, list(wrappers_of(model)))
+    found = ModelState({}, {}, {}, {}, wrappers_of(model))
     first: dict[int, str] = {}
 
     def note(into: dict[str, ParameterShard], name: str, shard: ParameterShard) -> None:
@@ -114,20 +115,33 @@ def check_tensor(name: str, tensor: Tensor) -> None:
         )
 
 
-def wrappers_of(model: nn.Module) -> Iterator[Wrapper]:
-    """The wrappers in a model, or around it. Raises `MisuseError` for one inside of another."""
-    if isinstance(model, Wrapper):
-        yield model
-    if not isinstance(model, Wrapper) or model.spreads:
-        for child in model.children():
-            yield from wrappers_of(child)
-        return
-    for inner in model.module.modules():
-        if isinstance(inner, Wrapper):
-            raise MisuseError(
-                f"the model has a {type(inner).__name__} inside of a {type(model).__name__}: wrap "
-                "each part once"
-            )
+def wrappers_of(model: nn.Module) -> dict[str, Wrapper]:
+    """The wrappers in a model, or around it: 0, 1, ...; those in a pipeline, of which each rank has
+    others, by the prefix of their parameters, such as `blocks.3.`.
+
+    Raises `MisuseError` for one inside of another.
+    """
+    found: dict[str, Wrapper] = {}
+    numbers = count()
+
+    def visit(module: nn.Module, prefix: str, spread: bool) -> None:
+        if not isinstance(module, Wrapper):
+            for name, child in module.named_children():
+                visit(child, f"{prefix}{name}.", spread)
+            return
+        found[prefix if spread else str(next(numbers))] = module
+        if module.spreads:
+            visit(module.module, prefix, True)
+            return
+        for inner in module.module.modules():
+            if isinstance(inner, Wrapper):
+                raise MisuseError(
+                    f"the model has a {type(inner).__name__} inside of a {type(module).__name__}: "
+                    "wrap each part once"
+                )
+
+    visit(model, "", False)
+    return found
 
 
 def _parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, ParameterShard]]:

@@ -274,7 +274,12 @@ class Compressor(ABC):
 
     Some have a state: random numbers that go on, what was sent before. It changes for good with
     `commit`, after a pass over all gradients; `rollback` forgets a pass that came to nothing.
+
+    waits_for_step   whether passes count only when an optimizer takes the step, as in a pipeline,
+                     where a step has several, and gradients elsewhere may not be finite
     """
+
+    waits_for_step = False
 
     @abstractmethod
     def compress(self, tensor: Tensor) -> Any:
@@ -319,6 +324,13 @@ class Compressor(ABC):
         """The averages since the last commit count: their state is kept."""
         for part in self.remembers().values():
             part.commit()
+
+    def end_pass(self, *, counts: bool) -> None:
+        """A pass is over: commit, unless the step is waited for, or roll back."""
+        if not counts:
+            self.rollback()
+        elif not self.waits_for_step:
+            self.commit()
 
     def rollback(self) -> None:
         """They do not count: the state is that of the last commit."""

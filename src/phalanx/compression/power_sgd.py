@@ -160,7 +160,7 @@ class PowerSGD(Compressor):
 
     def _last_q(self, name: str, matrix: Tensor) -> Tensor:
         """The last step's Q; a new one if that is zeros, whose product with anything is zeros."""
-        q = self._q.committed.get(name)
+        q = self._q.latest(name)
         if q is None or q.shape != (matrix.shape[1], self.rank) or not q.any():
             return self._first_q(name, matrix)
         return q.to(matrix)

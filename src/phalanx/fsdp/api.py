@@ -272,6 +272,7 @@ class FSDP(Wrapper):
 
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to write some of the parameters."""
+        super().before_step(optimizer)
         kind = type(optimizer).__name__
         if kind in NOT_ELEMENTWISE:
             for parameter in self.parameters():

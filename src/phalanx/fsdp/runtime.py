@@ -374,7 +374,7 @@ class FsdpRuntime:
                 compressor.rollback()
             raise
         if compressor is not None:
-            (compressor.rollback if used.pop() else compressor.commit)()
+            compressor.end_pass(counts=not used.pop())
         first, reached = 0, []
         for gradient in self.gradients:
             last = first + len(gradient.flat.parameters)

@@ -305,12 +305,9 @@ class GradientAveraging(RequestExecutor):
         A step that is skipped leaves the compressor's state as it was. So does one whose averages
         are not finite, on every rank alike: a gradient scaler skips it.
         """
-        if self.compressor is None:
-            return
-        if skipped or not all(is_finite(bucket.flat) for bucket in averaged):
-            self.compressor.rollback()
-        else:
-            self.compressor.commit()
+        if self.compressor is not None:
+            finite = all(is_finite(bucket.flat) for bucket in averaged)
+            self.compressor.end_pass(counts=finite and not skipped)
 
     @torch.no_grad()
     def means_of(

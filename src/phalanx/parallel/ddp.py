@@ -36,7 +36,7 @@ from phalanx.parallel.guards import (
 )
 from phalanx.parallel.reducer import Reducer
 from phalanx.parallel.uneven import Join, JoinPhase, check_joinable
-from phalanx.parallel.wrapper import Wrapper, inside_backward
+from phalanx.parallel.wrapper import Wrapper, claim, inside_backward
 
 
 class DDP(Wrapper):
@@ -139,6 +139,8 @@ class DDP(Wrapper):
         self._complete = False  # not known yet: whether parameters came later
         named = dict(module.named_parameters())
         names: dict[Tensor, str] = {p: name for name, p in named.items()}
+        for parameter in named.values() if self.compression is not None else ():
+            claim(parameter, self)
         self._averaging = GradientAveraging(backend, self.compression, names)
         self._finite = FiniteCheck(names, backend) if options["skip_nonfinite"] else None
         every = options["check_replicas_every"]

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from phalanx.collectives import ReduceOp, all_reduce_
 from phalanx.core.backend import Backend
+from phalanx.parallel.wrapper import tell
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -30,7 +31,9 @@ class GradScaler(torch.amp.GradScaler):
         loss /= scaler.get_scale()              # before update()
 
     `options` are torch's (`init_scale`, `growth_interval`, ...). Costs a message of 4 bytes a step,
-    in `unscale_` or `step`, which block; every rank calls them (Micikevicius et al. 2018).
+    in `unscale_` or `step`, which block; every rank calls them (Micikevicius et al. 2018). With
+    several optimizers each rank has as many, in one order; one whose parameters are all on other
+    ranks, such as that of a head in a pipeline, has none: `SGD([{"params": []}], lr=0.1)`.
     """
 
     def __init__(self, backend: Backend, device: str = "cpu", **options: Any) -> None:
@@ -46,7 +49,15 @@ class GradScaler(torch.amp.GradScaler):
         anywhere = torch.zeros((), dtype=torch.float32)
         for value in found.values():
             anywhere = torch.maximum(anywhere, value.detach().float().cpu().reshape(()))
-        all_reduce_(anywhere, self._backend, ReduceOp.MAX)
+        all_reduce_(anywhere, self._backend, ReduceOp.MAX, label="GradScaler, an optimizer")
         for value in found.values():
             value.fill_(anywhere.item())
         return found or {inv_scale.device: anywhere}  # as where all layers are frozen
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """The optimizer's step, or none on any rank, of which wrappers are told."""
+        result = super().step(optimizer, *args, **kwargs)
+        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        if any(value.item() for value in found.values()):
+            tell(lambda owner, skipped: owner.after_skip(skipped), optimizer)
+        return result

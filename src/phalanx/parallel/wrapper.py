@@ -118,6 +118,7 @@ class Wrapper(nn.Module):
         """
         if self.compression is None:
             return {}
+        self._count_passes()
         return own_state(self.compression, self.backend, self._sharding)
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
@@ -172,9 +173,19 @@ class Wrapper(nn.Module):
 
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to write some of the parameters that this wrapper has claimed."""
+        self._count_passes()
 
     def after_step(self, optimizer: Optimizer) -> None:
         """It has."""
+
+    def after_skip(self, optimizer: Optimizer) -> None:
+        """`GradScaler` has skipped its step, on all ranks."""
+        if self.compression is not None:
+            self.compression.rollback()
+
+    def _count_passes(self) -> None:
+        if self.compression is not None and self.compression.waits_for_step:
+            self.compression.commit()
 
     def _check_compression(self, compression: Compressor | None) -> None:
         """Raise unless this can compress the gradients of all parameters that are trained."""
@@ -215,7 +226,7 @@ def named_plainly(
         for name, tensor in getattr(part, of).items():
             if tensor is not None and not (remove_duplicate and tensor in seen):
                 seen.add(tensor)
-                yield start + name, tensor
+                yield start + name, getattr(tensor, "shard", tensor)  # in a pass of FSDP, too
 
 
 def _check_only_one(module: nn.Module, kind: type[Wrapper], rank: int) -> None:
@@ -290,7 +301,8 @@ def owner_of(parameter: nn.Parameter) -> Wrapper | None:
     return found.owner() if isinstance(found, _Claim) else None
 
 
-def _tell(step: Callable[[Wrapper, Optimizer], None], optimizer: Optimizer, *_: object) -> None:
+def tell(step: Callable[[Wrapper, Optimizer], None], optimizer: Optimizer, *_: object) -> None:
+    """Call it with each owner of the optimizer's parameters."""
     owners: dict[int, Wrapper] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -301,8 +313,8 @@ def _tell(step: Callable[[Wrapper, Optimizer], None], optimizer: Optimizer, *_: 
         step(owner, optimizer)
 
 
-register_optimizer_step_pre_hook(partial(_tell, lambda owner, opt: owner.before_step(opt)))
-register_optimizer_step_post_hook(partial(_tell, lambda owner, opt: owner.after_step(opt)))
+register_optimizer_step_pre_hook(partial(tell, lambda owner, opt: owner.before_step(opt)))
+register_optimizer_step_post_hook(partial(tell, lambda owner, opt: owner.after_step(opt)))
 
 
 class WrapperHook(partial[None]):

@@ -118,6 +118,9 @@ class Pipeline(Wrapper):
         averages = check_same_plan(plan.lines, averages, problem, backend)
         super().__init__(own, backend)
         self._never_averaged = outside if averages else {}
+        for part in own.modules():
+            if isinstance(part, Wrapper) and part.averages and part.compression is not None:
+                part.compression.waits_for_step = True
         self.config = config
         self._plan = plan
         self._layouts: Layouts = {}
@@ -266,7 +269,13 @@ class Pipeline(Wrapper):
         except RankStopped:
             raise
         except BaseException as error:
-            backend.fail(_told_to_all(error, rank, step.doing))
+            told = _told_to_all(error, rank, step.doing)
+            # Replicas may wait for this rank in a layer's averages.
+            wrappers = [part for part in self.modules() if isinstance(part, Wrapper)]
+            groups = dict.fromkeys(wrapper.backend for wrapper in wrappers)
+            causes = [group.failure.culprit for group in groups if group.failure is not None]
+            for group in groups:
+                group.fail(told, culprit=causes[0] if causes else backend.ranks[rank])
             raise
 
     def _samples(

@@ -130,6 +130,12 @@ class PeriodicSync(Wrapper):
         if self._counter.after(p for group in optimizer.param_groups for p in group["params"]):
             self._sync_if_due()
 
+    def after_skip(self, optimizer: Optimizer) -> None:
+        """It writes nothing in this step, which counts if another optimizer does."""
+        given = [p for group in optimizer.param_groups for p in group["params"]]
+        if self._counter.before(given) | self._counter.skip(given):
+            self._sync_if_due()
+
     def _sync_if_due(self) -> None:
         self.backend.progress.count(self)
         early = self.steps <= self.start_after
@@ -388,6 +394,7 @@ def _saved(
 # two, one after the other  [ w ] [ b ]  [ w ] [ b ]     two of them are a step
 # nobody has b              [ w ]     |  [ w ]           over when w comes again; from then on,
 #                                                        at once
+# a scaler skips one           -  [ b ]  [ w ] [ b ]     two steps; none where it skips both
 
 
 class StepCounter:
@@ -406,13 +413,14 @@ class StepCounter:
         self.steps = self.since = self.syncs = 0
         self.trained = frozenset(trained)
         self._written: set[nn.Parameter] = set()
+        self._skipped: set[nn.Parameter] = set()
         self._without_optimizer: set[nn.Parameter] = set()
 
     def before(self, parameters: Iterable[nn.Parameter]) -> bool:
         """These are about to be written: whether a step is over by that."""
         if self._written.isdisjoint(parameters):
             return False
-        self._without_optimizer |= self.trained - self._written
+        self._without_optimizer |= self.trained - self._written - self._skipped
         self.close()
         return True
 
@@ -421,15 +429,25 @@ class StepCounter:
         mine = self.trained.intersection(parameters)
         self._without_optimizer -= mine
         self._written |= mine
-        if not mine or not self._written >= self.trained - self._without_optimizer:
+        return bool(mine) and self._is_over()
+
+    def skip(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """They are not written in this step: whether a step is over by that."""
+        self._skipped |= self.trained.intersection(parameters)
+        return self._is_over()
+
+    def _is_over(self) -> bool:
+        if not self._written | self._skipped >= self.trained - self._without_optimizer:
             return False
+        counts = bool(self._written)
         self.close()
-        return True
+        return counts
 
     def close(self) -> None:
         """A step that is under way is over."""
         self.steps, self.since, _ = self.now()
         self._written.clear()
+        self._skipped.clear()
 
     def now(self) -> tuple[int, int, int]:
         """Steps, those since the last sync, and syncs, with the step that is under way."""
