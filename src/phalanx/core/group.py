@@ -51,6 +51,7 @@ class Group(GroupBase):
         self.seconds_waiting = 0.0
         self.checker = Checker(self, engine.now, self._ask, self.fail, strict=engine.strict)
         self.shared = None
+        self.bound: list[Group] = []  # which break when this one does
         self._queue: deque[WorkBase] = deque()
         self._messages: set[WorkBase] = set()
         self._children: Counter[tuple[int, ...]] = Counter()
@@ -299,6 +300,9 @@ class Group(GroupBase):
         self.engine.matching.forget_group(self.id)
         if tell:
             self.engine.tell_members(self, failure.notice())
+            for other in self.bound:
+                if not other.closed:
+                    other.fail(failure)
 
     @override
     def member_left(self, rank: int) -> None:
