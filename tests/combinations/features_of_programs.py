@@ -332,7 +332,7 @@ class BadForward(Bad):
         inner()
 
 
-@feature("an error in backward, caught", "errors", tags="bad", against="stateful data")
+@feature("an error in backward, caught", "errors", tags="bad halfway", against="stateful data")
 class BadBackward(BadForward):
     where = "backward"
 

@@ -340,7 +340,9 @@ class Group(GroupBase):
         desync = self.checker.desync
         if self.failure is None and desync is not None:
             self.fail(desync.failure)
-        if self.failure is not None and self._unraised and self.failure.error is DesyncError:
+        unraised = all(group._unraised for group in (self, *self.bound))
+        if self.failure is not None and unraised and self.failure.error is DesyncError:
+            self._unraised = False
             log.warning(
                 "rank %d closes%s without having noticed: %s",
                 self.rank,
