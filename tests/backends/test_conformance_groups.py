@@ -232,6 +232,29 @@ def test_a_grid_of_rows_and_columns(cluster: Cluster) -> None:
     ]
 
 
+@pytest.mark.wide
+def test_of_groups_that_are_bound_the_failure_of_one_breaks_the_other(cluster: Cluster) -> None:
+    """In a row of the grid ranks disagree; the other row waits for them in columns."""
+
+    def grid(backend: Backend) -> str:
+        row, column = divmod(backend.rank, 2)
+        rows = backend.subgroup([2 * row, 2 * row + 1])
+        columns = backend.subgroup([column, 2 + column])
+        rows.bind(columns)
+        assert phalanx.all_reduce(torch.ones(1), rows).item() == 2
+        backend.barrier()
+        if row == 0:
+            with pytest.raises(phalanx.DesyncError):
+                phalanx.all_reduce(torch.ones(1 + column), rows)
+        with pytest.raises(phalanx.DesyncError) as info:
+            phalanx.all_reduce(torch.ones(1), columns)
+        assert phalanx.all_reduce(torch.ones(1), backend).item() == 4
+        return str(info.value)
+
+    for text in cluster.run(grid, 4):
+        assert "all_reduce #1 (float32 [1]" in text
+
+
 def test_whole_numbers_of_other_libraries_are_ranks_too(cluster: Cluster) -> None:
     """`range` over a NumPy array, or `tensor.tolist()`: people do compute ranks."""
 

@@ -305,9 +305,18 @@ class PostAccumulate(Feature):
         inner()
 
 
-@feature("optimizers in hooks", "hooks", tags="optimizer steps", against="passes backward parts")
+@feature(
+    "optimizers in hooks",
+    "hooks",
+    tags="optimizer steps",
+    against="passes backward parts halfway",
+)
 class OptimizersInHooks(Feature):
-    """Each parameter's optimizer steps in its hook, and its gradient goes at once."""
+    """Each parameter's optimizer steps in its hook, and its gradient goes at once.
+
+    A pass that fails halfway is no step to be tried again: in one process some have stepped in it.
+    With FSDP none has, and LocalSGD refuses a sync inside the next one: they have tests of that.
+    """
 
     joined = True
 

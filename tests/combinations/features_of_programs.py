@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,11 @@ from torch.utils.data import DataLoader
 from wrappers import Way
 
 import phalanx
+
+try:  # here, once for all workers: it takes longer than ranks wait for each other
+    import peft  # type: ignore[import-not-found]
+except ImportError:
+    peft = None
 
 PARTS = "ranks with the same part of a tensor-parallel layer have a checkpoint of their own"
 ROWS = 4
@@ -332,7 +336,7 @@ class BadForward(Bad):
         inner()
 
 
-@feature("an error in backward, caught", "errors", tags="bad", against="stateful data")
+@feature("an error in backward, caught", "errors", tags="bad halfway", against="stateful data")
 class BadBackward(BadForward):
     where = "backward"
 
@@ -447,15 +451,13 @@ class CountersRead(Feature):
 @feature("LoRA by peft", "layers", tags="frozen lora", against="complex")
 class Lora(Feature):
     def lacks(self, way: Way) -> str:
-        if importlib.util.find_spec("peft") is None:
+        if peft is None:
             return "peft is not installed"
         if way.tensor:
             return "parallel layers are no nn.Linear"
         return "a peft model is no list of layers" if way.pipeline else ""
 
     def build(self, job: Job, inner: Inner) -> nn.Module:
-        import peft  # type: ignore[import-not-found]
-
         logging.getLogger("peft").setLevel(logging.ERROR)
         options = peft.LoraConfig(r=2, target_modules=["up", "down"], init_lora_weights=False)
         model: nn.Module = peft.get_peft_model(inner(), options)

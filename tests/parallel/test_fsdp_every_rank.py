@@ -17,7 +17,7 @@ from ddp_runs import outcome_of
 from fsdp_runs import COMMON, FULL_SHARD, MESSAGES, NO_SHARD, SHARD_GRAD_OP, SHM, on_ranks
 from torch import Tensor, nn
 
-from phalanx import FSDP, Backend, DesyncError
+from phalanx import FSDP, Backend, DesyncError, ShardingStrategy
 
 RANKS = 2
 Step = Callable[[FSDP, torch.optim.Optimizer], object]
@@ -98,6 +98,22 @@ def test_a_layer_that_only_some_ranks_use_says_what_to_pass(where: Cluster) -> N
         return str(outcome_of(lambda: fsdp(noise(4, 6), backend.rank).sum().backward()))
 
     for message in on_ranks(where, RANKS, Chooses, run):
+        assert "pass a unit= around it that every rank calls" in message
+
+
+@pytest.mark.parametrize("where", [COMMON, MESSAGES, SHM], ids=["common", "messages", "shm"])
+def test_replicas_of_ranks_that_disagree_are_told_so_at_once(where: Cluster) -> None:
+    """Ranks 2 and 3 agree with each other, and wait for the means of 0 and 1."""
+
+    def run(model: nn.Module, backend: Backend) -> str:
+        fsdp = FSDP(model, backend, strategy=ShardingStrategy.hybrid(2))
+        chosen = int(backend.rank == 1)
+        error = outcome_of(lambda: fsdp(noise(4, 6), chosen).sum().backward())
+        assert isinstance(error, DesyncError), error
+        return str(error)
+
+    for message in on_ranks(where, 4, Chooses, run):
+        assert "experts." in message
         assert "pass a unit= around it that every rank calls" in message
 
 

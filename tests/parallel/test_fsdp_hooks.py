@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_models import mlp, noise, seeded
+from ddp_models import Fails, mlp, noise, seeded
 from ddp_runs import assert_close
 from fsdp_runs import (
     COMMON,
@@ -103,3 +103,27 @@ def test_optimizers_in_hooks_train_like_one_process(strategy: Any, where: Any) -
         sum(loss_of(plain, rank, number) / RANKS for rank in range(RANKS)).backward()  # type: ignore[union-attr]
     found = joined(on_ranks(where, RANKS, lambda: seeded(mlp), run))
     assert_close(found, {name: p.detach() for name, p in plain.named_parameters()})
+
+
+@every_way(WITH_HYBRID)
+def test_after_an_error_in_backward_no_optimizer_in_a_hook_has_stepped(
+    strategy: Any, where: Any
+) -> None:
+    """So the pass may be tried again, where in one process some parameters would have moved."""
+
+    def run(model: nn.Module, backend: Backend) -> None:
+        model.get_submodule("2").register_forward_pre_hook(
+            lambda _, given: (Fails.apply(given[0]),) if fails else given
+        )
+        fsdp = FSDP(model, backend, strategy=strategy)
+        each_its_own(fsdp, torch.optim.SGD)
+        before = {name: p.detach().clone() for name, p in fsdp.named_parameters()}
+        fails = True
+        with pytest.raises(ArithmeticError):
+            loss_of(fsdp, backend.rank).backward()
+        fails = False
+        assert all(torch.equal(p, before[name]) for name, p in fsdp.named_parameters())
+        loss_of(fsdp, backend.rank).backward()
+        assert not any(torch.equal(p, before[n]) for n, p in fsdp.named_parameters() if p.numel())
+
+    on_ranks(where, RANKS, lambda: seeded(mlp), run)

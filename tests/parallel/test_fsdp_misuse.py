@@ -14,6 +14,7 @@ from fsdp_runs import (
     COMMON,
     COOPERATIVE,
     SHARD_GRAD_OP,
+    alone,
     every_way,
     gradient_pieces,
     joined,
@@ -277,10 +278,10 @@ def test_a_branch_that_no_method_of_torch_calls_is_told_to_be_in_one_group():
     class Calls(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = seeded(Branches)
+            self.inner, self.last = seeded(Branches), nn.Linear(3, 3)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner.forward(x, "left")
+            return self.last(self.inner.forward(x, "left"))
 
     def body(model: nn.Module, backend: Backend) -> None:
         fsdp = FSDP(model, backend)
@@ -292,6 +293,26 @@ def test_a_branch_that_no_method_of_torch_calls_is_told_to_be_in_one_group():
         FSDP(model, backend, unit=Calls)(x_of(0)).sum().backward()
 
     on_ranks(COMMON, RANKS, Calls, body)
+
+
+def test_a_model_that_is_only_a_hull_may_call_what_is_inside_of_its_child():
+    """As peft's models do, which call the base model inside of their LoraModel, and never that."""
+
+    class Hull(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.child = nn.Sequential(mlp())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.child[0](x)
+
+    def body(model: nn.Module, backend: Backend) -> Any:
+        fsdp = FSDP(model, backend)
+        fsdp(x_of(backend.rank)).pow(2).mean().backward()
+        return gradient_pieces(fsdp)
+
+    losses = [lambda model, r=rank: model(x_of(r)).pow(2).mean() for rank in range(RANKS)]
+    assert_close(joined(on_ranks(COMMON, RANKS, Hull, body)), alone(Hull, losses))
 
 
 @pytest.mark.parametrize("wrap", [phalanx.DDP, phalanx.FSDP])

@@ -231,7 +231,7 @@ def test_a_full_parameter_that_was_kept_cannot_be_used_when_its_group_is_sharded
     """The memory may be gone, or it may be there, and written by others."""
 
     def body(model: nn.Module, backend: Backend) -> None:
-        fsdp = FSDP(model, backend, strategy=strategy)
+        fsdp = FSDP(model, backend, strategy=strategy, unit=nn.Linear)
         output, weight = fsdp(noise(4, 6))
         for use in (
             lambda: weight * 2,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from clusters import Cluster
-from ddp_models import mlp, vectors
+from ddp_models import Fails, mlp, vectors
 from ddp_runs import assert_same_bits, outcome_of
 from local_runs import nesterov, plain_sgd, sgd, take_step, values
 from torch import nn
@@ -171,6 +171,35 @@ def test_a_scaler_skips_one_of_two_optimizers_and_ranks_synchronize_between_step
         return syncs
 
     assert list(simulate(run, 2)) == 2 * [[0, 0, 0, 1, 1, 1, 1, 2]]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_sync_that_is_due_inside_a_backward_pass_is_refused(every: int):
+    """Optimizers step in hooks, and those before an error have stepped: the sync is due by that."""
+
+    def run(backend: Backend) -> None:
+        module = mlp()
+        module.get_submodule("2").register_forward_pre_hook(
+            lambda _, given: (Fails.apply(given[0]),) if fails else given
+        )
+        model = LocalSGD(module, backend, every=every)
+        for p in model.parameters():
+            own = sgd([p])
+            p.register_post_accumulate_grad_hook(lambda _, own=own: own.step())
+        fails = False
+        for _ in range(every - 1):
+            model(vectors(4)[0]).sum().backward()
+        fails = True
+        with pytest.raises(ArithmeticError):
+            model(vectors(4)[0]).sum().backward()
+        before, fails = values(model), False
+        with pytest.raises(MisuseError, match=r"a sync is due .* call sync\(\) before this pass"):
+            model(vectors(4)[0]).sum().backward()
+        assert_same_bits([values(model), before])
+        model.sync()
+        model(vectors(4)[0]).sum().backward()
+
+    simulate(run, 2)
 
 
 def test_when_the_wrapper_is_gone_nothing_is_counted_and_it_may_be_wrapped_again():

@@ -259,6 +259,24 @@ def test_in_eval_mode_nothing_is_sent_and_one_rank_alone_may_call(tracked: bool)
     simulate(run, 2)
 
 
+WIDE = [torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("parameters", WIDE)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, *WIDE])
+def test_in_eval_mode_too_inputs_are_of_any_dtype(dtype: torch.dtype, parameters: torch.dtype):
+    def run(backend: Backend) -> None:
+        layer = prepared(SyncBatchNorm(C, backend)).to(parameters).eval()
+        plain = prepared(nn.BatchNorm2d(C)).eval()
+        x = batch(4).to(dtype)
+        y = layer(x)
+        assert y.dtype is dtype
+        eps = torch.finfo(min(dtype, parameters, key=lambda each: each.itemsize)).eps
+        torch.testing.assert_close(y.double(), plain(x.double()), rtol=4 * eps, atol=4 * eps)
+
+    simulate(run, 1)
+
+
 def test_without_gradients_one_message_is_sent_and_statistics_are_tracked():
     def run(backend: Backend) -> list[Tensor]:
         layer = prepared(SyncBatchNorm(C, backend))

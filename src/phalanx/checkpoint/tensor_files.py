@@ -2,8 +2,8 @@
 
 The tensors with the largest elements come first, so that all are aligned. The format is written
 here and in `safetensors_format.py`, since the safetensors library cannot keep the promises of
-`save_checkpoint` and `load_checkpoint`. It writes without checksums and fsync, and reads through a
-memory map: a truncated file or a failing disk ends the process (SIGBUS) instead of raising an error.
+`save_checkpoint` and `load_checkpoint`. It writes without checksums and fsync, and reads through
+a memory map: a truncated file or a failing disk ends the process (SIGBUS) instead of raising.
 
 A dtype that the format lacks is written as one that it has: complex numbers as pairs of floats, the
 others as bytes. The manifest has the true dtype.

@@ -649,6 +649,16 @@ class Backend:
             self.group.fail(Failure(type(error), culprit, ranks[self.rank], str(error)))
             self.engine.run_ready()
 
+    def bind(self, other: Backend) -> None:
+        """From now on a failure of one of these groups breaks the other one, too: their members
+        wait for each other. Nothing is sent until then.
+        """
+        with self.engine.lock:
+            for one, its in ((self.group, other.group), (other.group, self.group)):
+                one.bound.append(its)
+                if one.failure is not None:
+                    its.fail(one.failure)
+
     def close(self) -> None:
         """Leave: peers that wait for this rank are told so. Bounded in time; may be repeated."""
         if self.forked:

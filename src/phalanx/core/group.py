@@ -60,6 +60,7 @@ class Group(Members):
         self.seconds_waiting = 0.0
         self.checker = Checker(self, engine.now, self._ask, self.fail, strict=engine.strict)
         self.shared: SharedGroup | None = None
+        self.bound: list[Group] = []  # which break when this one does
         self._queue: deque[Work[Any]] = deque()
         self._messages: set[Work[Any]] = set()
         self._children: Counter[tuple[int, ...]] = Counter()
@@ -308,6 +309,9 @@ class Group(Members):
         self.engine.matching.forget_group(self.id)
         if tell:
             self.engine.tell_members(self, failure.notice())
+            for other in self.bound:
+                if not other.closed:
+                    other.fail(failure)
 
     def member_left(self, rank: int) -> None:
         """A member has closed the group, in good order: only who waits for it cannot go on."""
@@ -345,7 +349,9 @@ class Group(Members):
         desync = self.checker.desync
         if self.failure is None and desync is not None:
             self.fail(desync.failure)
-        if self.failure is not None and self._unraised and self.failure.error is DesyncError:
+        unraised = all(group._unraised for group in (self, *self.bound))
+        if self.failure is not None and unraised and self.failure.error is DesyncError:
+            self._unraised = False
             log.warning(
                 "rank %d closes%s without having noticed: %s",
                 self.rank,

@@ -55,8 +55,8 @@ class FSDP(Wrapper):
     strategy     what is cut, and when parameters are unsharded: a `ShardingStrategy`, or its name
     unit         the modules whose parameters form a group, which is unsharded together: a class of
                  modules, several, or a function of a module. By default every direct child that has
-                 parameters (of a list of modules, its members). Parameters in none of these form a
-                 group, too, which is unsharded while the model computes
+                 parameters (of a list of modules, its members), if there are several. Parameters
+                 in none of these form a group, too, which is unsharded while the model computes
     mixed_precision   a dtype to compute in, or a `MixedPrecision`; shards keep theirs
     prefetch     how many groups are unsharded ahead, in forward and in backward
     initialize   for a model on the meta device: called with each module that has parameters or

@@ -71,6 +71,7 @@ class ShardingPlan(NamedTuple):
         else:
             shards = backend.subgroup(range(copy * count, (copy + 1) * count))
             replicas = backend.subgroup(range(index, world, count))
+            shards.bind(replicas)
         return cls(strategy, precision, StoragePool(), backend, shards, replicas, count, index)
 
     @property

@@ -175,7 +175,10 @@ def cut(model: nn.Module, rule: UnitRule | None) -> Cuts:
     """
     modules = dict(model.named_modules())
     cuts: Cuts = {"": {}}
-    cuts |= {name: {} for name in (_children(model) if rule is None else _fitting(modules, rule))}
+    found = _children(model) if rule is None else _fitting(modules, rule)
+    if rule is None and len(found) == 1:
+        found = []  # a hull, which may call what is inside of that (as peft's models do)
+    cuts |= {name: {} for name in found}
     groups = {modules[name]: parameters for name, parameters in cuts.items()}
     first: dict[nn.Parameter, str] = {}
     around: dict[nn.Parameter, list[list[nn.Module]]] = {}

@@ -73,15 +73,11 @@ class SyncBatchNorm(_BatchNorm):
         """The normalized input, of its shape and dtype. Blocks, in training, for all ranks."""
         self._check_input_dim(input)
         if not self.training:
-            return nn.functional.batch_norm(
-                input,
-                self.running_mean,
-                self.running_var,
-                self.weight,
-                self.bias,
-                training=self.running_mean is None,
-                eps=self.eps,
-            )
+            own = self.running_mean, self.running_var, self.weight, self.bias
+            dtype = _wide_dtype(input)  # torch takes no other beside this input
+            mean, var, weight, bias = (t if t is None else t.to(dtype) for t in own)
+            estimates = mean is None
+            return nn.functional.batch_norm(input, mean, var, weight, bias, estimates, eps=self.eps)
         joined = _join(_statistics(input.detach()), self.backend, self.label)
         if joined.m == 1:
             raise ValueError(
@@ -219,15 +215,18 @@ def _but_channels(x: Tensor) -> list[int]:
     return [0, *range(2, x.dim())]
 
 
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    """To compute with: float64, or float32."""
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
+
+
 def _wide(x: Tensor) -> Tensor:
-    """In the dtype to compute with: float64, or float32."""
-    return x if x.dtype is torch.float64 else x.float()
+    return x.to(_wide_dtype(x))
 
 
 def _as(values: Tensor, x: Tensor) -> Tensor:
     """One value for each channel, of a shape and dtype to combine with `_wide(x)`."""
-    dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
-    return values.to(dtype).view(1, -1, *[1] * (x.dim() - 2))
+    return values.to(_wide_dtype(x)).view(1, -1, *[1] * (x.dim() - 2))
 
 
 # Conversion of a model ----------------------------------------------------------------------

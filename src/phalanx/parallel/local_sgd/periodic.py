@@ -26,7 +26,7 @@ from phalanx.errors import DistributedError, SizeMismatchError
 from phalanx.parallel.averaging import GradientAveraging, broadcast_all_
 from phalanx.parallel.guards import check_same_model, explain
 from phalanx.parallel.local_sgd.outer import OuterStep, not_finite
-from phalanx.parallel.wrapper import Wrapper, claim, owner_of
+from phalanx.parallel.wrapper import Wrapper, claim, inside_backward, owner_of
 
 log = logging.getLogger("phalanx")
 
@@ -122,7 +122,7 @@ class PeriodicSync(Wrapper):
             return
         self._check_not_in_averaged("a step")
         if self._counter.before(given):
-            self._sync_if_due()
+            self._sync_if_due(before_step=True)
         self._alike = False
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -136,11 +136,18 @@ class PeriodicSync(Wrapper):
         if self._counter.before(given) | self._counter.skip(given):
             self._sync_if_due()
 
-    def _sync_if_due(self) -> None:
+    def _sync_if_due(self, *, before_step: bool = False) -> None:
         self.backend.progress.count(self)
         early = self.steps <= self.start_after
         period = 1 if early else self.every
         if self._counter.since >= period:
+            if before_step and inside_backward():
+                self._refuse(
+                    "an optimizer steps inside a backward pass, as in a hook, and a sync is due "
+                    "before that: it would write parameters that the pass still needs. Not all "
+                    "parameters were written since the last step, so a pass failed or did not use "
+                    "some: call sync() before this pass, or step after backward()"
+                )
             self._sync(f"every {period} steps", whole=early)
 
     # Syncs ----------------------------------------------------------------------------------
