@@ -1,8 +1,11 @@
-"""What is refused, and in which words. Everything else has to be right."""
+"""What is refused, and in which words. Everything else has to be right.
+
+What torch refuses in one process is no cell of the table, whatever the wrapper: `TORCH_REFUSES`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -48,6 +51,22 @@ REFUSED = [
     Refusal("1F1B?x?DDP", "unused on one rank", "DDP's pass.* met .*DDP's pass", ends=True),
     Refusal("ZB-H1?x?FULL_SHARD", "shared parameters", "is in another FSDP already"),
 ]
+
+# Features that torch does not take together in one process, and a part of its words.
+TORCH_REFUSES: dict[frozenset[str], str] = {
+    frozenset(("clip_grad_norm_", "sparse gradients")): "SparseCPU",
+    frozenset(("clip_grad_value_", "sparse gradients")): "SparseCPU",
+    frozenset(("clip_grad_value_", "complex parameters")): "not supported for complex",
+    frozenset(("gradient penalty", "torch.compile")): "double backward",
+    frozenset(("gradient penalty", "Module.compile of a layer")): "double backward",
+    frozenset(("autograd.grad for parameters", "torch.compile")): "double backward",
+}
+
+
+def torch_refuses(features: Iterable[Feature]) -> bool:
+    """Whether one process refuses some of these features together."""
+    names = {one.name for one in features}
+    return any(refused <= names for refused in TORCH_REFUSES)
 
 
 @cache

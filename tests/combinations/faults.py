@@ -18,10 +18,10 @@ import phalanx.fsdp.flat_param
 import phalanx.fsdp.gradients
 import phalanx.parallel.local_sgd.outer
 import phalanx.parallel.local_sgd.periodic
+import phalanx.parallel.norms
 import phalanx.parallel.sync_batch_norm
 import phalanx.pipeline.pipeline
 import phalanx.tensor.functions
-import phalanx.tensor.state
 
 
 class Fault(NamedTuple):
@@ -90,8 +90,8 @@ def counts_twice(no_sync: Any) -> Any:
     return twice
 
 
-def without_shards(norm_of: Any) -> Any:
-    return lambda parameters, shards, *given: norm_of(parameters, None, *given)
+def no_other_parts(_: Any) -> Any:
+    return lambda self: (None, [])
 
 
 def of_all_ranks(join: Any) -> Any:
@@ -107,11 +107,12 @@ def halved(average: Any) -> Any:
 
 
 def overwrites(_: Any) -> Any:
-    def finalize(self: Any, used: Any) -> None:
+    def finalize(self: Any, used: Any) -> list[Any]:
         means, self._means, self.used = self._means, [], set()
         for mean in means:
             for p, part in zip(self.flat.parameters, self.flat.split_shard(mean), strict=True):
                 p.grad = part
+        return list(self.flat.parameters) if means else []
 
     return finalize
 
@@ -165,9 +166,10 @@ GRADIENTS = phalanx.fsdp.gradients.FlatGradient
 FLAT = phalanx.fsdp.flat_param.FlatParameter
 PERIODIC = phalanx.parallel.local_sgd.periodic.PeriodicSync
 OUTER = phalanx.parallel.local_sgd.outer.OuterStep
-NORM = phalanx.parallel.sync_batch_norm
+BATCH_NORM = phalanx.parallel.sync_batch_norm
+NORMS = phalanx.parallel.norms
 PIPELINE = phalanx.pipeline.pipeline
-TENSOR, STATE = phalanx.tensor.functions, phalanx.tensor.state
+TENSOR = phalanx.tensor.functions
 LOAD = phalanx.checkpoint.load
 SKIPS, CLIPS = "GradScaler, a step skipped", "clip_grad_norm_"
 FAULTS = [
@@ -196,8 +198,15 @@ FAULTS = [
             of_torch,
         ),
         ("the scaler skips on one stage only", "1F1B", SKIPS, SCALER, "_unscale_grads_", of_torch),
-        ("the norm is that of one shard", "FULL_SHARD", CLIPS, None, "norm_of", without_shards),
-        ("the norm is that of one stage", "1F1B", CLIPS, STATE, "all_reduce", given_back),
+        (
+            "the norm is that of one shard",
+            "FULL_SHARD",
+            CLIPS,
+            phalanx.FSDP,
+            "other_parts",
+            no_other_parts,
+        ),
+        ("the norm is that of one stage", "1F1B", CLIPS, NORMS, "all_reduce", given_back),
         ("replicas are not averaged", "hybrid", "plain", GRADIENTS, "_average", unaveraged),
         (
             "the mean over replicas has another factor",
@@ -246,7 +255,7 @@ FAULTS = [
             "statistics are those of one rank",
             "DDP",
             "SyncBatchNorm",
-            NORM,
+            BATCH_NORM,
             "all_gather",
             own_part_only,
         ),

@@ -55,6 +55,7 @@ class Job:
     model     what is trained; `plain` is what it was before it was wrapped
     call      what a forward pass calls: the model, or what stands for it (compiled, say)
     kept      what features remember between points
+    exact     without the rounding of autocast
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Job:
         *,
         backend: phalanx.Backend | None = None,
         part: int | None = None,
+        exact: bool = False,
     ) -> None:
         self.way, self.features, self.folder, self.backend = way, list(features), folder, backend
         self.mesh: phalanx.DeviceMesh | None = None
@@ -72,6 +74,7 @@ class Job:
         self.parts = list(range(way.parts)) if part is None else [part]
         self.part = self.parts[0]
         self.joined = any(feature.joined for feature in features)
+        self.exact = exact
         self.dtype = torch.float64
         self.seed = 0
         self.steps = STEPS
