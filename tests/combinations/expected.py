@@ -1,6 +1,7 @@
 """What is refused, and in which words. Everything else has to be right.
 
-What torch refuses in one process is no cell of the table, whatever the wrapper: `TORCH_REFUSES`.
+What torch refuses in one process is no cell of the table, whatever the wrapper: `TORCH_REFUSES`;
+nor is what it gets wrong there: `TORCH_IS_WRONG`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
+
+from torch import __version__
 
 if TYPE_CHECKING:
     from feature import Feature
@@ -52,21 +55,37 @@ REFUSED = [
     Refusal("ZB-H1?x?FULL_SHARD", "shared parameters", "is in another FSDP already"),
 ]
 
+CREATE_GRAPH, LAYER_COMPILED = "backward(create_graph=True)", "Module.compile of a layer"
+
 # Features that torch does not take together in one process, and a part of its words.
 TORCH_REFUSES: dict[frozenset[str], str] = {
     frozenset(("clip_grad_norm_", "sparse gradients")): "SparseCPU",
     frozenset(("clip_grad_value_", "sparse gradients")): "SparseCPU",
     frozenset(("clip_grad_value_", "complex parameters")): "not supported for complex",
     frozenset(("gradient penalty", "torch.compile")): "double backward",
-    frozenset(("gradient penalty", "Module.compile of a layer")): "double backward",
+    frozenset(("gradient penalty", LAYER_COMPILED)): "double backward",
     frozenset(("autograd.grad for parameters", "torch.compile")): "double backward",
+    frozenset(("weighted", CREATE_GRAPH, "torch.compile")): "requires create_graph=False",
+    frozenset(("weighted", CREATE_GRAPH, LAYER_COMPILED)): "requires create_graph=False",
+    frozenset((CREATE_GRAPH, "autograd.grad for the input", LAYER_COMPILED)): "create_graph=False",
 }
+
+# In torch 2.11 a layer that was compiled while it was frozen may get no gradient when it is trained
+# (its third step runs the graph of the first), and checkpoints do not compile for a second size of
+# batches ("referenced nonexistent value"). 2.13 does both.
+TORCH_IS_WRONG: list[frozenset[str]] = []
+if tuple(int(number) for number in __version__.split(".")[:2]) < (2, 13):
+    TORCH_IS_WRONG += [
+        frozenset(("unfreezing", "torch.compile")),
+        frozenset(("unfreezing", LAYER_COMPILED)),
+        frozenset(("checkpointing", "torch.compile")),
+    ]
 
 
 def torch_refuses(features: Iterable[Feature]) -> bool:
-    """Whether one process refuses some of these features together."""
+    """Whether one process refuses some of these features together, or gets them wrong."""
     names = {one.name for one in features}
-    return any(refused <= names for refused in TORCH_REFUSES)
+    return any(some <= names for some in (*TORCH_REFUSES, *TORCH_IS_WRONG))
 
 
 @cache

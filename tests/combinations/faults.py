@@ -14,6 +14,7 @@ import torch
 
 import phalanx
 import phalanx.checkpoint.load
+import phalanx.compression
 import phalanx.fsdp.flat_param
 import phalanx.fsdp.gradients
 import phalanx.parallel.local_sgd.outer
@@ -90,12 +91,13 @@ def counts_twice(no_sync: Any) -> Any:
     return twice
 
 
-def no_other_parts(_: Any) -> Any:
-    return lambda self: (None, [])
-
-
 def of_all_ranks(join: Any) -> Any:
     return lambda self, step=None, **options: join(self, step, divide_by_initial_world_size=True)
+
+
+def same_places(places: Any) -> Any:
+    """What is drawn first is drawn again."""
+    return lambda self, flat, draw, shards: places(self, flat, 0, shards)
 
 
 def unaveraged(_: Any) -> Any:
@@ -171,6 +173,8 @@ NORMS = phalanx.parallel.norms
 PIPELINE = phalanx.pipeline.pipeline
 TENSOR = phalanx.tensor.functions
 LOAD = phalanx.checkpoint.load
+RANDOM_K = phalanx.compression.RandomK
+HALVED = GRADIENTS, "_average", halved
 SKIPS, CLIPS = "GradScaler, a step skipped", "clip_grad_norm_"
 FAULTS = [
     Fault(*row)
@@ -189,6 +193,8 @@ FAULTS = [
             "store_residual",
             nothing,
         ),
+        ("the same values are left out again", "DDP", "RandomK", RANDOM_K, "_places", same_places),
+        ("gradients of autocast have another factor", "hybrid", "autocast", *HALVED),
         (
             "the scaler skips on one rank only",
             "FULL_SHARD",
@@ -198,24 +204,10 @@ FAULTS = [
             of_torch,
         ),
         ("the scaler skips on one stage only", "1F1B", SKIPS, SCALER, "_unscale_grads_", of_torch),
-        (
-            "the norm is that of one shard",
-            "FULL_SHARD",
-            CLIPS,
-            phalanx.FSDP,
-            "other_parts",
-            no_other_parts,
-        ),
+        ("the norm is that of one shard", "FULL_SHARD", CLIPS, NORMS, "all_reduce", given_back),
         ("the norm is that of one stage", "1F1B", CLIPS, NORMS, "all_reduce", given_back),
         ("replicas are not averaged", "hybrid", "plain", GRADIENTS, "_average", unaveraged),
-        (
-            "the mean over replicas has another factor",
-            "hybrid",
-            "plain",
-            GRADIENTS,
-            "_average",
-            halved,
-        ),
+        ("the mean over replicas has another factor", "hybrid", "plain", *HALVED),
         (
             "a second pass overwrites the first",
             "FULL_SHARD",

@@ -323,7 +323,7 @@ def compressor(name: str, made: Any, **more: Any) -> None:
 
 
 compressor("TopK", lambda: phalanx.TopK(0.5))
-# Half of the values are drawn in half of the steps only: of 250 values 8 steps may well leave one out.
+# Half of the values are drawn in half of the steps only: 8 steps may well leave one out of 250.
 compressor("RandomK", lambda: RandomK(0.75), rests=24)
 compressor("PowerSGD", lambda: phalanx.PowerSGD(4))
 compressor("Quantized", lambda: phalanx.Quantized(bits=8))

@@ -180,12 +180,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--results", default="", help=argparse.SUPPRESS)
     parser.add_argument("--verbose", action="store_true", help="print each cell")
     options = parser.parse_args()
-    options.only = _names(parser, "--only", options.only, [way.name for way in WAYS])
-    options.features = _names(parser, "--features", options.features, [f.name for f in FEATURES])
+    options.only = names_in(parser, "--only", options.only, [way.name for way in WAYS])
+    options.features = names_in(parser, "--features", options.features, [f.name for f in FEATURES])
     return options
 
 
-def _names(
+def names_in(
     parser: argparse.ArgumentParser, option: str, given: str, known: Sequence[str]
 ) -> list[str]:
     """The names in an option, of which some have commas themselves; all if there are none."""
