@@ -234,14 +234,7 @@ class Job:
         clip: Any = torch.nn.utils.clip_grad_norm_
         if self.alone or (self.way.local and not self.way.tensor):
             return clip(list(self.model.parameters()), max_norm)  # type: ignore[no-any-return]
-        if hasattr(phalanx, "clip_grad_norm_"):
-            return phalanx.clip_grad_norm_(self.model, max_norm)  # type: ignore[no-any-return]
-        if self.way.tensor or self.way.pipeline:
-            shards = self.data if self.way.sharded else None
-            return phalanx.tensor.clip_grad_norm_(self.model, max_norm, shards=shards)
-        if self.way.sharded:
-            return self.model.clip_grad_norm_(max_norm)  # type: ignore[no-any-return]
-        return clip(list(self.model.parameters()), max_norm)  # type: ignore[no-any-return]
+        return phalanx.clip_grad_norm_(self.model, max_norm)
 
     # What is compared ---------------------------------------------------------------------------
 
