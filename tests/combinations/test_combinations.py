@@ -27,7 +27,7 @@ from run import names_in
 from wrappers import WAYS, Way
 
 HERE = Path(__file__).parent
-CHOSEN = 24  # cells that the date chooses
+CHOSEN = 16  # cells that the date chooses
 SLOW = ("DDP", "FULL_SHARD", "1F1B")  # wrappers with which what takes seconds is tried here
 
 
