@@ -37,7 +37,7 @@ FSDP = "FULL_SHARD* SHARD_GRAD_OP NO_SHARD hybrid *x?FULL_SHARD"
 STAGES = "1F1B* ZB-H1*"
 REFUSED = [
     Refusal("LocalSGD* DiLoCo", "unfreezing", "frozen when the module was wrapped: wrap it after"),
-    Refusal("DDP *x?DDP", "optimizers in hooks", "an optimizer steps on"),
+    Refusal("DDP* *x?DDP", "optimizers in hooks", "an optimizer steps on"),
     # torch's own words, as of fully_shard: shards are in no graph.
     Refusal(FSDP, "autograd.grad for parameters", "appears to not have been used in the graph"),
     Refusal(FSDP, "unused on one rank", "pass a unit= around it that every rank calls", ends=True),
