@@ -95,15 +95,17 @@ def _goes_on(backend: Any) -> str:
 
 
 @lru_cache(maxsize=50)
-def alone(way: Way, features: tuple[Feature, ...]) -> list[Job]:
+def alone(way: Way, features: tuple[Feature, ...], *, exact: bool = False) -> list[Job]:
     """For each part of a batch the job that its ranks are compared with."""
     with tempfile.TemporaryDirectory() as folder:
         if not way.local:
-            job = Job(way, features, Path(folder))
+            job = Job(way, features, Path(folder), exact=exact)
             for _ in job.train():
                 pass
             return [job] * way.parts
-        jobs = [Job(way, features, Path(folder), part=part) for part in range(way.parts)]
+        jobs = [
+            Job(way, features, Path(folder), part=part, exact=exact) for part in range(way.parts)
+        ]
         trainings = [job.train() for job in jobs]
         sync, running = None, True
         while running:
@@ -164,6 +166,8 @@ def judge(way: Way, features: Sequence[Feature], outcomes: Sequence[Outcome]) ->
         return _refused(way, features, outcomes)
     elif (refusal := refusal_of(way, features)) is not None:
         problem = f"nothing was refused, and {refusal.text!r} is expected: is it right now?"
+    elif (error := _error_alone(way, features)) is not None:
+        problem = f"one process raises {error!r}, and no rank: does torch refuse it?"
     else:
         problem = _differs(features, outcomes, alone(way, tuple(features)), way)
     return Verdict(WRONG, problem) if problem else Verdict(RIGHT)
@@ -174,7 +178,9 @@ def _refused(way: Way, features: Sequence[Feature], outcomes: Sequence[Outcome])
     first = next((o for o in failed if "the group is broken" not in o.text), failed[0])
     said = f"rank {first.rank}: {first.error}: {first.text}"
     refusal = refusal_of(way, features)
-    if refusal is None and {o.error for o in outcomes} == {_error_alone(way, features)}:
+    if refusal is None and {o.error for o in outcomes} == {
+        type(_error_alone(way, features)).__name__
+    }:
         return Verdict(RIGHT)  # as torch has it
     if refusal is None:
         return Verdict(WRONG, _with_more(said, outcomes))
@@ -188,13 +194,13 @@ def _refused(way: Way, features: Sequence[Feature], outcomes: Sequence[Outcome])
     return Verdict(REFUSED, re.sub(r"^(rank \d+: )+", "", first.text))
 
 
-def _error_alone(way: Way, features: Sequence[Feature]) -> str:
-    """The class of the error that the program raises in one process; "" if it raises none."""
+def _error_alone(way: Way, features: Sequence[Feature]) -> Exception | None:
+    """The error that the program raises in one process, if it raises one."""
     try:
         alone(way, tuple(features))
     except Exception as error:
-        return type(error).__name__
-    return ""
+        return error
+    return None
 
 
 def _with_more(said: str, outcomes: Sequence[Outcome]) -> str:
@@ -224,6 +230,17 @@ def _not_told(way: Way, outcomes: Sequence[Outcome]) -> str:
     return ""
 
 
+def _moved_by_rounding(jobs: Sequence[Job], exact: Sequence[Job]) -> float:
+    """By how much one process is off from the same without rounding, at most."""
+    off = [0.0]
+    for job, other in zip(jobs, exact, strict=True):
+        for kind, state in job.states.items():
+            off += [(v - other.states[kind][n]).abs().max().item() for n, v in state.items()]
+        pairs = zip(job.notes, other.notes, strict=True)
+        off += [(mine.value - right.value).abs().max().item() for mine, right in pairs]
+    return max(off)
+
+
 def _differs(
     features: Sequence[Feature], outcomes: Sequence[Outcome], jobs: Sequence[Job], way: Way
 ) -> str:
@@ -232,6 +249,8 @@ def _differs(
     if share:
         moved = [(jobs[0].states[""][n] - v).abs().max().item() for n, v in jobs[0].first.items()]
         rtol, atol = 0.0, share * max(moved)
+    if any(one.rounds for one in features):
+        atol += 4 * _moved_by_rounding(jobs, alone(way, tuple(features), exact=True))
 
     def off(value: Tensor, right: Tensor) -> str:
         if value.shape != right.shape or value.dtype != right.dtype:

@@ -10,7 +10,7 @@ import random
 from collections.abc import Container, Iterator, Sequence
 from itertools import combinations
 
-from expected import refusal_of
+from expected import refusal_of, torch_refuses
 from feature import Feature, fits
 from wrappers import Way
 
@@ -35,7 +35,9 @@ def covering(features: Sequence[Feature], width: int, seed: int) -> list[tuple[F
             new = {
                 one: sum(frozenset((one, other)) in left for other in chosen)
                 for one in others
-                if one not in chosen and all(fits(one, other) for other in chosen)
+                if one not in chosen
+                and all(fits(one, other) for other in chosen)
+                and not torch_refuses([*chosen, one])
             }
             best = max(new, key=new.__getitem__, default=None)
             if best is None or not new[best]:

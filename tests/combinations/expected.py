@@ -1,11 +1,17 @@
-"""What is refused, and in which words. Everything else has to be right."""
+"""What is refused, and in which words. Everything else has to be right.
+
+What torch refuses in one process is no cell of the table, whatever the wrapper: `TORCH_REFUSES`;
+nor is what it gets wrong there: `TORCH_IS_WRONG`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
+
+from torch import __version__
 
 if TYPE_CHECKING:
     from feature import Feature
@@ -31,7 +37,7 @@ FSDP = "FULL_SHARD* SHARD_GRAD_OP NO_SHARD hybrid *x?FULL_SHARD"
 STAGES = "1F1B* ZB-H1*"
 REFUSED = [
     Refusal("LocalSGD* DiLoCo", "unfreezing", "frozen when the module was wrapped: wrap it after"),
-    Refusal("DDP*", "optimizers in hooks", "an optimizer steps on"),
+    Refusal("DDP* *x?DDP", "optimizers in hooks", "an optimizer steps on"),
     # torch's own words, as of fully_shard: shards are in no graph.
     Refusal(FSDP, "autograd.grad for parameters", "appears to not have been used in the graph"),
     Refusal(FSDP, "unused on one rank", "pass a unit= around it that every rank calls", ends=True),
@@ -50,6 +56,38 @@ REFUSED = [
     Refusal("ZB-H1?x?FULL_SHARD", "functional_call", "pass a unit= that holds the", ends=True),
     Refusal("ZB-H1?x?FULL_SHARD", "shared parameters", "is in another FSDP already"),
 ]
+
+CREATE_GRAPH, LAYER_COMPILED = "backward(create_graph=True)", "Module.compile of a layer"
+
+# Features that torch does not take together in one process, and a part of its words.
+TORCH_REFUSES: dict[frozenset[str], str] = {
+    frozenset(("clip_grad_norm_", "sparse gradients")): "SparseCPU",
+    frozenset(("clip_grad_value_", "sparse gradients")): "SparseCPU",
+    frozenset(("clip_grad_value_", "complex parameters")): "not supported for complex",
+    frozenset(("gradient penalty", "torch.compile")): "double backward",
+    frozenset(("gradient penalty", LAYER_COMPILED)): "double backward",
+    frozenset(("autograd.grad for parameters", "torch.compile")): "double backward",
+    frozenset(("weighted", CREATE_GRAPH, "torch.compile")): "requires create_graph=False",
+    frozenset(("weighted", CREATE_GRAPH, LAYER_COMPILED)): "requires create_graph=False",
+    frozenset((CREATE_GRAPH, "autograd.grad for the input", LAYER_COMPILED)): "create_graph=False",
+}
+
+# In torch 2.11 a layer that was compiled while it was frozen may get no gradient when it is trained
+# (its third step runs the graph of the first), and checkpoints do not compile for a second size of
+# batches ("referenced nonexistent value"). 2.13 does both.
+TORCH_IS_WRONG: list[frozenset[str]] = []
+if tuple(int(number) for number in __version__.split(".")[:2]) < (2, 13):
+    TORCH_IS_WRONG += [
+        frozenset(("unfreezing", "torch.compile")),
+        frozenset(("unfreezing", LAYER_COMPILED)),
+        frozenset(("checkpointing", "torch.compile")),
+    ]
+
+
+def torch_refuses(features: Iterable[Feature]) -> bool:
+    """Whether one process refuses some of these features together, or gets them wrong."""
+    names = {one.name for one in features}
+    return any(some <= names for some in (*TORCH_REFUSES, *TORCH_IS_WRONG))
 
 
 @cache

@@ -14,14 +14,15 @@ import torch
 
 import phalanx
 import phalanx.checkpoint.load
+import phalanx.compression
 import phalanx.fsdp.flat_param
 import phalanx.fsdp.gradients
 import phalanx.parallel.local_sgd.outer
 import phalanx.parallel.local_sgd.periodic
+import phalanx.parallel.norms
 import phalanx.parallel.sync_batch_norm
 import phalanx.pipeline.pipeline
 import phalanx.tensor.functions
-import phalanx.tensor.state
 
 
 class Fault(NamedTuple):
@@ -90,12 +91,13 @@ def counts_twice(no_sync: Any) -> Any:
     return twice
 
 
-def without_shards(norm_of: Any) -> Any:
-    return lambda parameters, shards, *given: norm_of(parameters, None, *given)
-
-
 def of_all_ranks(join: Any) -> Any:
     return lambda self, step=None, **options: join(self, step, divide_by_initial_world_size=True)
+
+
+def same_places(places: Any) -> Any:
+    """What is drawn first is drawn again."""
+    return lambda self, flat, draw, shards: places(self, flat, 0, shards)
 
 
 def unaveraged(_: Any) -> Any:
@@ -107,11 +109,12 @@ def halved(average: Any) -> Any:
 
 
 def overwrites(_: Any) -> Any:
-    def finalize(self: Any, used: Any) -> None:
+    def finalize(self: Any, used: Any) -> list[Any]:
         means, self._means, self.used = self._means, [], set()
         for mean in means:
             for p, part in zip(self.flat.parameters, self.flat.split_shard(mean), strict=True):
                 p.grad = part
+        return list(self.flat.parameters) if means else []
 
     return finalize
 
@@ -165,10 +168,13 @@ GRADIENTS = phalanx.fsdp.gradients.FlatGradient
 FLAT = phalanx.fsdp.flat_param.FlatParameter
 PERIODIC = phalanx.parallel.local_sgd.periodic.PeriodicSync
 OUTER = phalanx.parallel.local_sgd.outer.OuterStep
-NORM = phalanx.parallel.sync_batch_norm
+BATCH_NORM = phalanx.parallel.sync_batch_norm
+NORMS = phalanx.parallel.norms
 PIPELINE = phalanx.pipeline.pipeline
-TENSOR, STATE = phalanx.tensor.functions, phalanx.tensor.state
+TENSOR = phalanx.tensor.functions
 LOAD = phalanx.checkpoint.load
+RANDOM_K = phalanx.compression.RandomK
+HALVED = GRADIENTS, "_average", halved
 SKIPS, CLIPS = "GradScaler, a step skipped", "clip_grad_norm_"
 FAULTS = [
     Fault(*row)
@@ -187,6 +193,8 @@ FAULTS = [
             "store_residual",
             nothing,
         ),
+        ("the same values are left out again", "DDP", "RandomK", RANDOM_K, "_places", same_places),
+        ("gradients of autocast have another factor", "hybrid", "autocast", *HALVED),
         (
             "the scaler skips on one rank only",
             "FULL_SHARD",
@@ -196,17 +204,10 @@ FAULTS = [
             of_torch,
         ),
         ("the scaler skips on one stage only", "1F1B", SKIPS, SCALER, "_unscale_grads_", of_torch),
-        ("the norm is that of one shard", "FULL_SHARD", CLIPS, None, "norm_of", without_shards),
-        ("the norm is that of one stage", "1F1B", CLIPS, STATE, "all_reduce", given_back),
+        ("the norm is that of one shard", "FULL_SHARD", CLIPS, NORMS, "all_reduce", given_back),
+        ("the norm is that of one stage", "1F1B", CLIPS, NORMS, "all_reduce", given_back),
         ("replicas are not averaged", "hybrid", "plain", GRADIENTS, "_average", unaveraged),
-        (
-            "the mean over replicas has another factor",
-            "hybrid",
-            "plain",
-            GRADIENTS,
-            "_average",
-            halved,
-        ),
+        ("the mean over replicas has another factor", "hybrid", "plain", *HALVED),
         (
             "a second pass overwrites the first",
             "FULL_SHARD",
@@ -246,7 +247,7 @@ FAULTS = [
             "statistics are those of one rank",
             "DDP",
             "SyncBatchNorm",
-            NORM,
+            BATCH_NORM,
             "all_gather",
             own_part_only,
         ),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+from expected import torch_refuses
 from job import Job
 from torch import nn
 from wrappers import Way
@@ -25,6 +26,8 @@ class Feature:
 
     tolerance   relative and absolute, of what is compared; 1e-9 where arithmetic is exact
     joined      one process computes the joined batch at once, and not part by part
+    rounds      what is compared may be off by 4 times as much as the rounding of this feature
+                moves what one process comes to
     of_change   if not 0: what is compared may be off by this share of what training has changed
     fails       it ends in an error: one rank's own, and one on the others that names that rank
     traced      ranks write traces
@@ -36,6 +39,7 @@ class Feature:
     name: str = ""
     section: str = ""
     tolerance: ClassVar[tuple[float, float]] = (1e-9, 1e-10)
+    rounds: ClassVar[bool] = False
     of_change: ClassVar[float] = 0.0
     joined: ClassVar[bool] = False
     fails: ClassVar[bool] = False
@@ -90,6 +94,6 @@ def feature(name: str, section: str, *, tags: str = "", against: str = "") -> Ca
 
 def fits(one: Feature, other: Feature) -> bool:
     """Whether a program can do both."""
-    if one is other or one.tags & other.tags:
+    if one is other or one.tags & other.tags or torch_refuses((one, other)):
         return False
     return not (one.against & other.tags or other.against & one.tags)

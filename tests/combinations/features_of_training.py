@@ -255,8 +255,10 @@ class RetainGraph(Feature):
 
 @feature("Adam", "optimizers", tags="optimizer nonlinear", against="steps")
 class Adam(Feature):
+    """With a large eps: of a gradient that is zero but for rounding it makes no whole step."""
+
     def make_optimizers(self, job: Job, inner: Inner, given: list[Any]) -> Any:
-        return [torch.optim.Adam(given, lr=0.01, eps=1e-3)] if given else []
+        return [torch.optim.Adam(given, lr=0.1, eps=0.1)] if given else []
 
 
 @feature("several optimizers", "optimizers", tags="optimizer several", against="steps")
@@ -289,21 +291,22 @@ class Schedulers(Feature):
 # Compressors --------------------------------------------------------------------------------------
 
 
-FLUSHES = 8  # steps without gradients, in which what error feedback has left over is sent
-
-
 class Compressed(Feature):
-    """All that was left out is sent in the end. With a small rate the sum of gradients is known."""
+    """All that was left out is sent in the end. With a small rate the sum of gradients is known.
+
+    rests   steps without gradients, in which what error feedback has left over is sent
+    """
 
     of_change = 0.03
     made: Any = None
+    rests = 8
 
     def lacks(self, way: Way) -> str:
         return "" if way.kind else "it averages nothing"
 
     def flushes(self, job: Job) -> int:
         """Steps after those of training; DiLoCo's outer steps are after every second one."""
-        return 2 * FLUSHES if job.way.name == "DiLoCo" else FLUSHES
+        return 2 * self.rests if job.way.name == "DiLoCo" else self.rests
 
     def prepare(self, job: Job) -> None:
         job.steps += self.flushes(job)
@@ -320,14 +323,15 @@ class Compressed(Feature):
         inner()
 
 
-def compressor(name: str, made: Any) -> None:
+def compressor(name: str, made: Any, **more: Any) -> None:
     tags, against = "compressed optimizer data", "nonlinear rounding noted scheduled"
-    kind = type("Row", (Compressed,), {"made": staticmethod(made)})
+    kind = type("Row", (Compressed,), {"made": staticmethod(made), **more})
     feature(name, "compression", tags=tags, against=against)(kind)
 
 
 compressor("TopK", lambda: phalanx.TopK(0.5))
-compressor("RandomK", lambda: RandomK(0.75))
+# Half of the values are drawn in half of the steps only: 8 steps may well leave one out of 250.
+compressor("RandomK", lambda: RandomK(0.75), rests=24)
 compressor("PowerSGD", lambda: phalanx.PowerSGD(4))
 compressor("Quantized", lambda: phalanx.Quantized(bits=8))
 compressor("Half", Half)

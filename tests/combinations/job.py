@@ -55,6 +55,7 @@ class Job:
     model     what is trained; `plain` is what it was before it was wrapped
     call      what a forward pass calls: the model, or what stands for it (compiled, say)
     kept      what features remember between points
+    exact     without the rounding of autocast
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Job:
         *,
         backend: phalanx.Backend | None = None,
         part: int | None = None,
+        exact: bool = False,
     ) -> None:
         self.way, self.features, self.folder, self.backend = way, list(features), folder, backend
         self.mesh: phalanx.DeviceMesh | None = None
@@ -72,6 +74,7 @@ class Job:
         self.parts = list(range(way.parts)) if part is None else [part]
         self.part = self.parts[0]
         self.joined = any(feature.joined for feature in features)
+        self.exact = exact
         self.dtype = torch.float64
         self.seed = 0
         self.steps = STEPS
@@ -231,14 +234,7 @@ class Job:
         clip: Any = torch.nn.utils.clip_grad_norm_
         if self.alone or (self.way.local and not self.way.tensor):
             return clip(list(self.model.parameters()), max_norm)  # type: ignore[no-any-return]
-        if hasattr(phalanx, "clip_grad_norm_"):
-            return phalanx.clip_grad_norm_(self.model, max_norm)  # type: ignore[no-any-return]
-        if self.way.tensor or self.way.pipeline:
-            shards = self.data if self.way.sharded else None
-            return phalanx.tensor.clip_grad_norm_(self.model, max_norm, shards=shards)
-        if self.way.sharded:
-            return self.model.clip_grad_norm_(max_norm)  # type: ignore[no-any-return]
-        return clip(list(self.model.parameters()), max_norm)  # type: ignore[no-any-return]
+        return phalanx.clip_grad_norm_(self.model, max_norm)
 
     # What is compared ---------------------------------------------------------------------------
 

@@ -50,7 +50,9 @@ def run(place: Place, cells: Sequence[Cell], what: str, *, verbose: bool) -> dic
     """Run cells in one place; print those that are wrong, and how many are not."""
     began, found = monotonic(), {}
     known: set[Cell] = set()
-    for way, chosen in cells:
+    for done, (way, chosen) in enumerate(cells):
+        if sys.stdout.isatty():
+            _say(f"{place.name}: {done} of {len(cells)} {what}", end="")
         since = monotonic()
         verdict = found[way, chosen] = place.run(way, chosen)
         names = " x ".join([way.name, *map(str, chosen)])
@@ -64,13 +66,17 @@ def run(place: Place, cells: Sequence[Cell], what: str, *, verbose: bool) -> dic
                 verdict = place.run(way, fewer)
         if verdict.status == WRONG or verbose:
             took = monotonic() - since
-            print(f"{place.name}: {names}: {verdict.status} {verdict.words[:400]} ({took:.2f} s)")
-            sys.stdout.flush()
+            _say(f"{place.name}: {names}: {verdict.status} {verdict.words[:400]} ({took:.2f} s)")
     right = sum(verdict.status != WRONG for verdict in found.values())
     took = monotonic() - began
-    print(f"{place.name}: {right} of {len(found)} {what} right or refused, {took:.0f} s")
-    sys.stdout.flush()
+    _say(f"{place.name}: {right} of {len(found)} {what} right or refused, {took:.0f} s")
     return found
+
+
+def _say(text: str, end: str = "\n") -> None:
+    """Print it; in a terminal in the place of how far the cells have come."""
+    erase = "\r\033[K" if sys.stdout.isatty() else ""
+    print(erase + text, end=end, flush=True)
 
 
 def find_faults() -> int:
@@ -102,14 +108,16 @@ def main() -> int:
         Path(options.results).write_bytes(pickle.dumps(_by_name(results[names[0]])))
     if options.write_docs:
         write_page(results)
+    if not any(results.values()) and not options.results:
+        print("no cell was run: the wrappers lack these features, or no two of them fit together")
+        return 2
     return int(any(v.status == WRONG for found in results.values() for v in found.values()))
 
 
 def _run_in(name: str, options: argparse.Namespace) -> dict[Cell, Verdict]:
     """Run what is asked for in one place."""
-    ways = [way for way in WAYS if not options.only or way.name in options.only.split(",")]
-    chosen = options.features.split(",") if options.features else []
-    features = [one for one in FEATURES if not chosen or one.name in chosen]
+    ways = [way for way in WAYS if way.name in options.only]
+    features = [one for one in FEATURES if one.name in options.features]
     features = [one for one in features if not (options.fast and one.slow)]
     both = not options.pairs and not options.triples
     place, found = place_of(name), {}
@@ -163,7 +171,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--triples", action="store_true", help="each wrapper with every two")
     parser.add_argument("--backend", action="append", choices=PLACES, help="only there")
     parser.add_argument("--only", default="", help="these wrappers, with commas between them")
-    parser.add_argument("--features", default="", help="these features, with commas")
+    parser.add_argument("--features", default="", help="these features, with commas between them")
     parser.add_argument("--width", type=int, default=5, help="features in a set (default 5)")
     parser.add_argument("--seed", type=int, default=0, help="of the sets")
     parser.add_argument("--faults", action="store_true", help="plant faults: are they found?")
@@ -171,7 +179,25 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--fast", action="store_true", help="without features that take seconds")
     parser.add_argument("--results", default="", help=argparse.SUPPRESS)
     parser.add_argument("--verbose", action="store_true", help="print each cell")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.only = names_in(parser, "--only", options.only, [way.name for way in WAYS])
+    options.features = names_in(parser, "--features", options.features, [f.name for f in FEATURES])
+    return options
+
+
+def names_in(
+    parser: argparse.ArgumentParser, option: str, given: str, known: Sequence[str]
+) -> list[str]:
+    """The names in an option, of which some have commas themselves; all if there are none."""
+    found: list[str] = []
+    left = given.strip()
+    while left:
+        fitting = [name for name in known if f"{left},".startswith(f"{name},")]
+        if not fitting:
+            parser.error(f"{option}: nothing is named {left!r}; there is: {'; '.join(known)}")
+        found.append(max(fitting, key=len))
+        left = left.removeprefix(found[-1]).removeprefix(",").strip()
+    return found or list(known)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
@@ -18,14 +19,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from cells import WRONG, alone
 from covering import Cell, covering, pairs
-from expected import REFUSED, refusal_of
+from expected import REFUSED, TORCH_IS_WRONG, TORCH_REFUSES, refusal_of
 from feature import Feature, fits
 from features import FEATURES
 from places import Place, place_of
+from run import names_in
 from wrappers import WAYS, Way
 
 HERE = Path(__file__).parent
-CHOSEN = 24  # cells that the date chooses
+CHOSEN = 16  # cells that the date chooses
 SLOW = ("DDP", "FULL_SHARD", "1F1B")  # wrappers with which what takes seconds is tried here
 
 
@@ -114,6 +116,35 @@ def test_what_is_refused_is_in_the_table() -> None:
     names = {one.name for one in FEATURES}
     assert {row.feature for row in REFUSED} <= names
     assert len(names) == len(FEATURES)
+    assert frozenset().union(*TORCH_REFUSES, *TORCH_IS_WRONG) <= names
+
+
+REFUSED_AT_ONCE = [
+    names for names in TORCH_REFUSES if not any(one.slow for one in FEATURES if one.name in names)
+]
+
+
+@pytest.mark.parametrize("names", REFUSED_AT_ONCE, ids=" x ".join)
+def test_one_process_refuses_what_is_no_cell(names: frozenset[str]) -> None:
+    with pytest.raises(Exception, match=TORCH_REFUSES[names]):
+        alone(WAYS[0], tuple(one for one in FEATURES if one.name in names))
+
+
+def test_a_cell_that_one_process_refuses_is_wrong_where_ranks_do_not() -> None:
+    clips = tuple(one for one in FEATURES if one.name in ("clip_grad_norm_", "sparse gradients"))
+    verdict = Place().run(WAYS[0], clips)
+    assert verdict.status == WRONG
+    assert "does torch refuse it?" in verdict.words
+
+
+def test_names_of_wrappers_and_features_may_have_commas_and_exist() -> None:
+    parser, known = ArgumentParser(), ["checkpoint", "checkpoint, async", "join"]
+    assert names_in(parser, "--features", "join, checkpoint, async,checkpoint", known) == [
+        *("join", "checkpoint, async", "checkpoint")
+    ]
+    assert names_in(parser, "--features", "", known) == known
+    with pytest.raises(SystemExit):
+        names_in(parser, "--features", "join,checkpoin", known)
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way.local or way.parts > 1], ids=str)
