@@ -124,7 +124,7 @@ REFUSED_AT_ONCE = [
 ]
 
 
-@pytest.mark.parametrize("names", REFUSED_AT_ONCE, ids=" x ".join)
+@pytest.mark.parametrize("names", REFUSED_AT_ONCE, ids=lambda names: " x ".join(sorted(names)))
 def test_one_process_refuses_what_is_no_cell(names: frozenset[str]) -> None:
     with pytest.raises(Exception, match=TORCH_REFUSES[names]):
         alone(WAYS[0], tuple(one for one in FEATURES if one.name in names))
