@@ -23,6 +23,7 @@ class Refusal(NamedTuple):
 
     ways     patterns of names, with spaces between them; `?` stands for a space in a name
     feature  its name
+    beside   another one, without which the feature is right
     text     a regular expression of the error's text, the same on every rank
     ends     the group is over after it: ranks have done different things, and noticed
     """
@@ -31,6 +32,7 @@ class Refusal(NamedTuple):
     feature: str
     text: str
     ends: bool = False
+    beside: str = ""
 
 
 FSDP = "FULL_SHARD* SHARD_GRAD_OP NO_SHARD hybrid *x?FULL_SHARD"
@@ -38,6 +40,8 @@ STAGES = "1F1B* ZB-H1*"
 REFUSED = [
     Refusal("LocalSGD* DiLoCo", "unfreezing", "frozen when the module was wrapped: wrap it after"),
     Refusal("DDP* *x?DDP", "optimizers in hooks", "an optimizer steps on"),
+    # What is never written leaves the end of a step to be seen inside the next backward pass.
+    Refusal("LocalSGD* DiLoCo", "optimizers in hooks", "a sync is due", beside="unused parameters"),
     # torch's own words, as of fully_shard: shards are in no graph.
     Refusal(FSDP, "autograd.grad for parameters", "appears to not have been used in the graph"),
     Refusal(FSDP, "unused on one rank", "pass a unit= around it that every rank calls", ends=True),
@@ -89,15 +93,16 @@ def torch_refuses(features: Iterable[Feature]) -> bool:
 
 
 @cache
-def _rows(way: str) -> dict[str, Refusal]:
-    return {
-        row.feature: row
-        for row in REFUSED
-        if any(fnmatchcase(way, pattern) for pattern in row.ways.split())
-    }
+def _rows(way: str) -> list[Refusal]:
+    return [
+        row for row in REFUSED if any(fnmatchcase(way, pattern) for pattern in row.ways.split())
+    ]
 
 
 def refusal_of(way: Way, features: Sequence[Feature]) -> Refusal | None:
     """The refusal that one of these features meets, if there is one."""
-    rows = _rows(way.name)
-    return next((rows[one.name] for one in features if one.name in rows), None)
+    names = {one.name for one in features}
+    for row in _rows(way.name):
+        if row.feature in names and (not row.beside or row.beside in names):
+            return row
+    return None

@@ -64,9 +64,10 @@ class Mixed(Feature):
 @feature("bf16 parameters", "parameters", tags="rounding")
 class Bf16(Feature):
     tolerance = (2e-2, 2e-2)
+    rounds = True
 
     def layers(self, job: Job, layers: dict[str, nn.Module]) -> None:
-        layers["narrow"] = Narrow()
+        layers["narrow"] = Narrow().to(torch.float32 if job.exact else torch.bfloat16)
 
 
 # Parameters -----------------------------------------------------------------------------------

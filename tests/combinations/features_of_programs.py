@@ -75,9 +75,12 @@ class Deepcopy(Feature):
             inner()
 
 
-@feature("AveragedModel", "programs", tags="average")
+@feature("AveragedModel", "programs", tags="average", against="join")
 class Averaged(Feature):
-    """A moving average of the parameters, by torch."""
+    """A moving average of the parameters, by torch.
+
+    When a rank has no more batches, `join` steps for it, and it averages no more.
+    """
 
     def started(self, job: Job, inner: Inner) -> None:
         inner()

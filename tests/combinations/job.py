@@ -55,7 +55,7 @@ class Job:
     model     what is trained; `plain` is what it was before it was wrapped
     call      what a forward pass calls: the model, or what stands for it (compiled, say)
     kept      what features remember between points
-    exact     without the rounding of autocast
+    exact     without the rounding of autocast and of bfloat16
     """
 
     def __init__(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -380,4 +381,48 @@ def test_a_layer_may_give_back_its_input(kind: type[Dropped], where: Any, prefet
         return seeded(lambda: Gives(kind))
 
     wanted, _ = plain(three_steps, build)
+    assert_close(joined(on_ranks(where, RANKS, build, body)), wanted)
+
+
+class Partly(nn.Module):
+    """A layer of which one rank leaves out a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.left_out = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.always(x).tanh()
+        return x if self.left_out else x + self.sometimes(x)
+
+
+@pytest.mark.parametrize("where", [COMMON, MESSAGES], ids=lambda each: each.name)
+@pytest.mark.parametrize("keeps", ["create_graph", "retain_graph"])
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+def test_ranks_use_other_parameters_while_an_earlier_graph_is_kept(keeps: str, where: Any):
+    def build() -> nn.Module:
+        return seeded(lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), Partly(), nn.Tanh()))
+
+    def two_passes(model: nn.Module, layers: Any, rank: int, between: Any) -> list[Tensor]:
+        layers[2].left_out = rank == 0
+        losses = [model(x_of(rank, 0)).pow(2).sum()]
+        with between:
+            losses[0].backward(**{keeps: True})
+        losses.append(model(x_of(rank, 1)).pow(2).sum())
+        losses[1].backward(**{keeps: True})
+        return losses
+
+    def body(model: nn.Module, backend: Backend) -> Any:
+        fsdp = FSDP(model, backend)
+        _ = two_passes(fsdp, model, backend.rank, fsdp.no_sync())
+        return {name: (at, part.detach()) for name, (at, part) in gradient_pieces(fsdp).items()}
+
+    plain_models = [build() for _ in range(RANKS)]
+    for rank, model in enumerate(plain_models):
+        two_passes(model, model, rank, nullcontext())
+    wanted = {}
+    for name, _ in plain_models[0].named_parameters():
+        grads = [model.get_parameter(name).grad for model in plain_models]
+        wanted[name] = sum(grad.detach() for grad in grads if grad is not None) / RANKS
     assert_close(joined(on_ranks(where, RANKS, build, body)), wanted)

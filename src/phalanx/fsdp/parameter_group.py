@@ -40,6 +40,7 @@ class ForwardCall:
     outer     the call of a group around it, in which it was made
     entered   the numbers of outputs by which the backward pass under way has come to it
     spent     those by which one came that did not keep the graph
+    kept      whether one came that did
     inputs    how many of its inputs a backward pass has still to reach; -1: nobody knows
     """
 
@@ -49,6 +50,7 @@ class ForwardCall:
     outer: ForwardCall | None
     entered: set[int] = field(default_factory=set)
     spent: set[int] = field(default_factory=set)
+    kept: bool = False
     inputs: int = -1
 
 

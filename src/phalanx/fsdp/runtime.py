@@ -308,7 +308,10 @@ class FsdpRuntime:
             gradient.accumulate(number)
         else:
             self.accumulated = True
-        if group.count_gradient(gradient, number) and not group.surrounds:
+        over = group.count_gradient(gradient, number) and not group.surrounds
+        # Of a graph that was kept nobody knows whether this pass comes to it, too: then ranks that
+        # have all gradients wait for its end, as do those that lack some.
+        if over and not any(call.kept for call in group.waiting):
             self._post_backward(group)
 
     def _leave(self, call: ForwardCall) -> None:
@@ -393,6 +396,7 @@ class FsdpRuntime:
     def _end_backward(self) -> None:
         for call in self._calls:
             if self._keeps_graph:
+                call.kept = True
                 call.group.waiting.add(call)
             else:
                 call.spent |= call.entered
