@@ -233,6 +233,7 @@ def test_a_grid_of_rows_and_columns(cluster: Cluster) -> None:
 
 
 @pytest.mark.wide
+@pytest.mark.requires("mismatches")
 def test_of_groups_that_are_bound_the_failure_of_one_breaks_the_other(cluster: Cluster) -> None:
     """In a row of the grid ranks disagree; the other row waits for them in columns."""
 
