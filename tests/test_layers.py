@@ -20,7 +20,7 @@ PACKAGE = Path(phalanx.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = [  # from the lowest to the highest; the parts of one layer never import each other
-    ["errors", "files"],
+    ["errors", "files", "torch_internals"],
     ["wire"],
     ["core"],
     ["transport"],
@@ -42,14 +42,14 @@ OF_THE_STUB = "phalanx.torch_backend.__init__", "phalanx.__init__"
 WITH_DDP = {"parallel.reducer", "parallel.uneven", "parallel.naive_ddp"}
 
 BUDGETS = {  # of each package: lines, files
-    ".": (700, 4),  # the package's own files
+    ".": (930, 5),  # the package's own files
     "aggregation": (1_800, 7),
     "checkpoint": (4_550, 17),
     "cli": (1_300, 9),
     "collectives": (5_000, 21),
     "compression": (1_770, 7),
     "core": (5_150, 19),
-    "fsdp": (2_600, 10),
+    "fsdp": (2_620, 10),
     "integrations": (350, 3),
     "launch": (6_100, 24),
     "native": (2_250, 8),
@@ -57,7 +57,7 @@ BUDGETS = {  # of each package: lines, files
     "pipeline": (1_950, 8),
     "tensor": (1_700, 9),
     "tools": (5_800, 23),
-    "torch_backend": (1_950, 9),
+    "torch_backend": (1_900, 9),
     "training": (1_300, 6),
     "transport": (710, 3),  # without its packages
     "transport.shm": (1_500, 5),

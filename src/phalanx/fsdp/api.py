@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from phalanx.compression import Compressor
@@ -33,6 +32,7 @@ from phalanx.parallel.compressor_state import with_versions, without_own
 from phalanx.parallel.guards import every_rank_does
 from phalanx.parallel.norms import clip_grad_norm_
 from phalanx.parallel.wrapper import Slice, Wrapper, claim, owner_of, release
+from phalanx.torch_internals import disable_dynamo
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -161,7 +161,7 @@ class FSDP(Wrapper):
 
     # As a module ----------------------------------------------------------------------------
 
-    @_disable_dynamo(recursive=False)
+    @disable_dynamo(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. Blocks while groups are unsharded."""
         if self.backend.forked:  # perhaps in the middle of a pass

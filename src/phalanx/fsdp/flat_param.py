@@ -28,6 +28,7 @@ from phalanx.collectives import PendingCollective, async_all_gather, broadcast_
 from phalanx.core.backend import Backend
 from phalanx.fsdp.strategy import MixedPrecision, ShardingStrategy
 from phalanx.fsdp.unsharded import UnshardedParameter, UnshardState
+from phalanx.torch_internals import SWAPS_MEMORY, swap_memory
 
 # Which ranks, and what ---------------------------------------------------------------------------
 
@@ -131,8 +132,6 @@ class FlatLayout:
 
 # Memory -----------------------------------------------------------------------------------------
 
-_SWAPS = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # since torch 2.12
-
 
 class StoragePool:
     """Memory for groups in flight, of one model on one rank, used again and again.
@@ -173,17 +172,17 @@ class StoragePool:
     def attach(self, tensor: Tensor, size: int) -> None:
         """Put memory behind a tensor that has none, and all that shares its storage."""
         storage = tensor.untyped_storage()
-        if _SWAPS and tensor.is_cpu:
-            storage._swap_data_ptr_(self.take(size))  # type: ignore[attr-defined]
+        if SWAPS_MEMORY and tensor.is_cpu:
+            swap_memory(storage, self.take(size))
         else:
             storage.resize_(size)
 
     def detach(self, tensor: Tensor) -> None:
         """Take it away again."""
         storage = tensor.untyped_storage()
-        if _SWAPS and tensor.is_cpu and storage.nbytes():
+        if SWAPS_MEMORY and tensor.is_cpu and storage.nbytes():
             holder = torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
-            holder._swap_data_ptr_(storage)  # type: ignore[attr-defined]
+            swap_memory(holder, storage)
             self.give_back(holder)
         else:
             storage.resize_(0)

@@ -47,6 +47,7 @@ from phalanx.fsdp.flat_param import FlatParameter, ShardingPlan
 from phalanx.parallel.averaging import LARGE, RequestExecutor, bytes_of, copy_others_part
 from phalanx.parallel.compressor_state import UNSHARDED, GradientSharding
 from phalanx.parallel.gradient_parts import mark_part
+from phalanx.torch_internals import gradient_hooks, post_accumulate_hooks
 
 Wait = Callable[[], object]  # blocks until what has begun is done
 
@@ -243,7 +244,7 @@ class FlatGradient:
         reached = [(p, part) for p, part, any_rank in parts if any_rank and p.requires_grad]
         for parameter, part in reached:
             new = part
-            for hook in (parameter._backward_hooks or {}).values():
+            for hook in gradient_hooks(parameter):
                 other = hook(new)
                 new = new if other is None else other
             if parameter.grad is None:
@@ -268,7 +269,7 @@ class FlatGradient:
 def call_post_accumulate_hooks(parameters: Iterable[nn.Parameter]) -> None:
     """What `Tensor.register_post_accumulate_grad_hook` has registered: `.grad` is final now."""
     for parameter in parameters:
-        for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+        for hook in post_accumulate_hooks(parameter):
             hook(parameter)
 
 

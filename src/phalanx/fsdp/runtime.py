@@ -27,8 +27,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
-from torch.utils import _pytree as pytree
 
 from phalanx.collectives import ReduceOp, all_reduce_
 from phalanx.fsdp.flat_param import ShardingPlan
@@ -37,7 +35,14 @@ from phalanx.fsdp.parameter_group import ForwardCall, ParameterGroup
 from phalanx.fsdp.unsharded import ParameterSwap
 from phalanx.fsdp.write_epoch import WriteEpoch
 from phalanx.parallel.guards import every_rank_does, refuse
-from phalanx.parallel.wrapper import accumulates_everywhere, inside_backward, keeps_graph
+from phalanx.torch_internals import (
+    accumulates_everywhere,
+    at_end_of_backward,
+    disable_dynamo,
+    inside_backward,
+    keeps_graph,
+    pytree,
+)
 
 
 class FsdpRuntime:
@@ -115,7 +120,7 @@ class FsdpRuntime:
 
     # A forward pass -------------------------------------------------------------------------
 
-    @_disable_dynamo  # torch.compile traces what a module computes between this and the next
+    @disable_dynamo  # torch.compile traces what a module computes between this and the next
     def pre_forward(self, group: ParameterGroup, _: nn.Module, args: Any, kwargs: Any) -> Any:
         """A group's module is about to compute. Returns the model's inputs, if they are cast."""
         again = inside_backward()  # a checkpoint is computed again
@@ -160,7 +165,7 @@ class FsdpRuntime:
         if not self.synchronize and torch.is_grad_enabled():
             self.accumulated = True  # on all ranks, whatever has gradients on this one
 
-    @_disable_dynamo
+    @disable_dynamo
     def post_forward(
         self, group: ParameterGroup, _: nn.Module, args: Any, kwargs: Any, outputs: Any
     ) -> None:
@@ -241,7 +246,7 @@ class FsdpRuntime:
             self._keeps_graph = keeps_graph()
             self._accumulates, self._makes_graph = accumulates_everywhere(), False
             self.swap.swap_in("backward")  # for checkpoints, which are computed again
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            at_end_of_backward(self._end_backward)
 
     def _enter(self, call: ForwardCall, output: int) -> None:
         """The gradient of an output of a group is there."""

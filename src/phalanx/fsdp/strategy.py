@@ -17,9 +17,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from phalanx.errors import InvalidWorldSizeError
+from phalanx.torch_internals import pytree
 
 
 @dataclass(frozen=True)

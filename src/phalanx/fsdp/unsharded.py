@@ -24,7 +24,7 @@ SHARDED and UNSHARDED are those of torch's FSDP2.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from phalanx.errors import MisuseError
 from phalanx.parallel.guards import refuse
+from phalanx.torch_internals import as_plain_tensors, register_flat_weights
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -124,7 +125,7 @@ class UnshardedParameter(nn.Parameter):
                         "holds the parameter and every module that uses it, read values with "
                         "summon_full_params(), and clone what is to be kept"
                     )
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain_tensors():
             result = func(*args, **(kwargs or {}))
             if torch.compiler.is_compiling():  # whose graph has no nodes yet
                 return result
@@ -138,7 +139,7 @@ class UnshardedParameter(nn.Parameter):
     def __repr__(self) -> str:  # type: ignore[override]
         values: object = f"{list(self.shape)}, sharded"
         if self.state.now in USABLE:
-            with torch._C.DisableTorchFunctionSubclass():
+            with as_plain_tensors():
                 values = repr(self.detach())
         return f"UnshardedParameter({self.name_in_model}: {values})"
 
@@ -242,8 +243,7 @@ class ParameterSwap:
         for at, view, _ in self._swaps:
             at.module._parameters[at.attribute] = view if unsharded else at.parameter
         for module in self._recurrent:
-            names: Sequence[str] = module._flat_weights_names
-            module._flat_weights = [getattr(module, name, None) for name in names]
+            register_flat_weights(module)
 
     def check_complete(self, model: nn.Module) -> None:
         """Raise `MisuseError` for parameters that came after the model was cut."""

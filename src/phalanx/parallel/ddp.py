@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo  # the public one imports torch._dynamo at once: 2 s
 
 from phalanx.compression import Compressor
 from phalanx.core.backend import Backend
@@ -36,7 +35,8 @@ from phalanx.parallel.guards import (
 )
 from phalanx.parallel.reducer import Reducer
 from phalanx.parallel.uneven import Join, JoinPhase, check_joinable
-from phalanx.parallel.wrapper import Wrapper, claim, inside_backward
+from phalanx.parallel.wrapper import Wrapper, claim
+from phalanx.torch_internals import disable_dynamo, inside_backward
 
 
 class DDP(Wrapper):
@@ -162,7 +162,7 @@ class DDP(Wrapper):
         self._begin_forward()
         return self._end_forward(self.module(*args, **kwargs))
 
-    @_disable_dynamo  # torch.compile runs it as it is, and compiles the module's forward
+    @disable_dynamo  # torch.compile runs it as it is, and compiles the module's forward
     def _begin_forward(self) -> None:
         if inside_backward():  # by activation checkpointing: nothing begins then
             return
@@ -179,7 +179,7 @@ class DDP(Wrapper):
             if sends:
                 self._broadcast_buffers()
 
-    @_disable_dynamo
+    @disable_dynamo
     def _end_forward(self, outputs: Any) -> Any:
         if torch.is_grad_enabled():
             self._reducer.watch(outputs, recomputed=inside_backward())

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from phalanx.collectives import ReduceOp, all_reduce_
 from phalanx.core.backend import Backend
 from phalanx.parallel.wrapper import tell
+from phalanx.torch_internals import skipped_step
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -57,7 +58,6 @@ class GradScaler(torch.amp.GradScaler):
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """The optimizer's step, or none on any rank, of which wrappers are told."""
         result = super().step(optimizer, *args, **kwargs)
-        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        if any(value.item() for value in found.values()):
+        if skipped_step(self, optimizer):
             tell(lambda owner, skipped: owner.after_skip(skipped), optimizer)
         return result

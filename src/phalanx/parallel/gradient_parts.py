@@ -10,12 +10,12 @@ import sys
 from copy import deepcopy
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from phalanx.errors import MisuseError
+from phalanx.torch_internals import as_plain_tensors
 
 
 class GradientPart(Tensor):
@@ -31,7 +31,7 @@ class GradientPart(Tensor):
                     "torch's norm of gradients is that of this rank's parts alone, another one on "
                     "each rank: call phalanx.clip_grad_norm_(model, max_norm) on every rank"
                 )
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain_tensors():
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:

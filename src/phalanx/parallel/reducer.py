@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils import _pytree as pytree
 from xxhash import xxh3_64_hexdigest
 
 from phalanx.collectives import ReduceOp, all_reduce_, broadcast
@@ -37,7 +36,14 @@ from phalanx.parallel.averaging import (
 )
 from phalanx.parallel.guards import AVERAGING, UNANSWERED, DriftCheck, FiniteCheck, explain, refuse
 from phalanx.parallel.uneven import Join, JoinPhase
-from phalanx.parallel.wrapper import WrapperHook, accumulates_everywhere, inside_backward
+from phalanx.parallel.wrapper import WrapperHook
+from phalanx.torch_internals import (
+    accumulates_everywhere,
+    at_end_of_backward,
+    inside_backward,
+    post_accumulate_hooks,
+    pytree,
+)
 
 NAMES_SHOWN = 10
 
@@ -88,7 +94,7 @@ class Reducer:
         # passes are not taken for each other, nor a pass that only one rank has given up.
         self._passes = self._failed = 0
         for parameter, name in self._names.items():
-            hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+            hooks = post_accumulate_hooks(parameter)
             if any(isinstance(hook, WrapperHook) for hook in hooks):
                 problem = f"another DDP averages the gradients of {name} already; "
                 refuse("DDP", backend.rank, problem + "delete that one first")
@@ -188,7 +194,7 @@ class Reducer:
     def _begin_pass(self, phase: JoinPhase) -> None:
         if phase is JoinPhase.BACKWARD:
             self._callback_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_pass)
+            at_end_of_backward(self._finish_pass)
         if not self._open:
             self._open = True
             self._left_out = self.unanswered > 1
@@ -405,7 +411,7 @@ def _check_step(optimizer: Optimizer, *_: object) -> None:
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+            for hook in post_accumulate_hooks(parameter):
                 if isinstance(hook, WrapperHook) and (reducer := hook.args[0]()) is not None:
                     reducer.check_step(parameter)
 

@@ -14,7 +14,6 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -362,25 +361,3 @@ def slices_in(module: nn.Module) -> dict[Tensor, Slice]:
             pieces = wrapper.slices()
             found.update((p, pieces[name]) for name, p in wrapper.named_parameters())
     return found
-
-
-# ------------------------------------------------------------------------------
-# What torch says about the backward pass that runs.
-
-
-def inside_backward() -> bool:
-    """Whether this thread runs a backward pass, which runs checkpointed forward passes again."""
-    return torch._C._current_graph_task_id() >= 0
-
-
-def accumulates_everywhere() -> bool:
-    """Whether it adds to the `.grad` of all that it reaches: it is no autograd.grad, and has no
-    `inputs=`. To be asked inside a node; that is when reentrant checkpoints may run, too.
-    """
-    return bool(torch.autograd._is_checkpoint_valid())  # type: ignore[no-untyped-call]
-
-
-def keeps_graph() -> bool:
-    """Whether it was asked to keep the graph, so that another one may follow. If unknown: yes."""
-    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return bool(ask()) if ask is not None else True

@@ -34,6 +34,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from phalanx.parallel.gradient_parts import mark_part
+from phalanx.torch_internals import post_accumulate_hooks
 
 ACCUMULATES = "torch::autograd::AccumulateGrad"
 REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
@@ -131,9 +132,9 @@ def _leaves(graph: Iterable[Node], goal: Node) -> tuple[list[Any], dict[Node, li
 def _needs_one_pass(node: Any) -> bool:
     """Whether the whole graph of this node has to have one backward pass."""
     name: str = node.name()
-    hooks = node.variable._post_accumulate_grad_hooks if name == ACCUMULATES else None
+    hooks = post_accumulate_hooks(node.variable) if name == ACCUMULATES else []
     # A pipeline marks all of its gradients itself.
-    return name == REENTRANT_CHECKPOINT or not {mark_part}.issuperset((hooks or {}).values())
+    return name == REENTRANT_CHECKPOINT or not {mark_part}.issuperset(hooks)
 
 
 def _computes_all(node: Any) -> bool:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo  # imports torch._dynamo at the first call, not now: 2 s
 from torch.autograd import Function
 
 from phalanx.collectives import ReduceOp, all_reduce
@@ -24,12 +23,13 @@ from phalanx.errors import SizeMismatchError, UnsupportedOperationError
 from phalanx.tensor.functions import copy_to_ranks, reduce_from_ranks
 from phalanx.tensor.layer import check_units
 from phalanx.tensor.shards import ShardSpec
+from phalanx.torch_internals import disable_dynamo
 
 NAME = "parallel_cross_entropy"
 REDUCTIONS = ("mean", "sum", "none")
 
 
-@_disable_dynamo  # torch.compile runs it as it is
+@disable_dynamo  # torch.compile runs it as it is
 def parallel_cross_entropy(
     logits: Tensor,
     targets: Tensor,

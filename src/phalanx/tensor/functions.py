@@ -28,7 +28,6 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo  # imports torch._dynamo at the first call, not now: 2 s
 from torch.autograd import Function
 from torch.nn import functional as F  # noqa: N812
 
@@ -36,6 +35,7 @@ from phalanx.collectives import all_gather, all_reduce, reduce_scatter
 from phalanx.core.backend import Backend
 from phalanx.errors import SizeMismatchError
 from phalanx.tensor.shards import ShardSpec
+from phalanx.torch_internals import disable_dynamo
 from phalanx.wire.memory import plain
 
 
@@ -121,7 +121,7 @@ def _apply(name: str, x: Tensor, cut: ShardSpec, dim: int, backend: Backend, lab
     return x if backend.world_size == 1 else _move(x, name, cut, dim, backend, label)
 
 
-@_disable_dynamo  # torch.compile runs it as it is, and compiles what is before and after
+@disable_dynamo  # torch.compile runs it as it is, and compiles what is before and after
 def _move(*args: Any) -> Tensor:
     return cast(Tensor, _BetweenRanks.apply(*args))  # type: ignore[no-untyped-call]
 
@@ -186,7 +186,7 @@ def reduce_scatter_shards(
     return own.narrow(dim, 0, sizes[backend.rank])
 
 
-@_disable_dynamo
+@disable_dynamo
 def sequence_cut(x: Tensor, dim: int, backend: Backend, label: str) -> ShardSpec:
     """How the sequence is cut of which every rank has a shard. Blocks for a message of 8 bytes.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
@@ -16,6 +15,7 @@ from phalanx.parallel.guards import check_agreement, describe_with_values
 from phalanx.parallel.wrapper import WrapperHook
 from phalanx.tensor.functions import reduce_from_ranks, scatter_sum
 from phalanx.tensor.shards import ShardSpec
+from phalanx.torch_internals import copy_hooks
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -206,11 +206,7 @@ def own_part(parameter: nn.Parameter, split: Split | None, rank: int) -> nn.Para
     part = whole if split is None else split.cut.shard(whole, split.dim, rank)
     own = nn.Parameter(part.clone(), requires_grad=parameter.requires_grad)
     # As copies: hooks of the part are none of the whole, which may be used on, as in a DDP.
-    if parameter._backward_hooks:
-        own._backward_hooks = OrderedDict(parameter._backward_hooks)
-    hooks = parameter._post_accumulate_grad_hooks or {}
-    if kept := {key: hook for key, hook in hooks.items() if not isinstance(hook, WrapperHook)}:
-        own._post_accumulate_grad_hooks = OrderedDict(kept)
+    copy_hooks(parameter, own, keep=lambda hook: not isinstance(hook, WrapperHook))
     return own
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
 from xxhash import xxh3_64_hexdigest
 
 from phalanx.core.backend import Backend, SubBackend
@@ -21,6 +20,7 @@ from phalanx.torch_backend.errors import as_torch
 from phalanx.torch_backend.other_devices import OtherDevices, named_for_devices
 from phalanx.torch_backend.process_group import CONTAINS_BACKENDS, VERSION, PhalanxProcessGroup
 from phalanx.torch_backend.rendezvous import meet
+from phalanx.torch_internals import default_group
 
 OLDEST = (2, 9)
 native: Any = torch._C._distributed_c10d
@@ -62,7 +62,7 @@ def create_group(options: Any, backend_options: object) -> PhalanxProcessGroup:
 
 def _default_group() -> PhalanxProcessGroup | None:
     """The default group, if it is ours."""
-    default = c10d._get_default_group() if torch.distributed.is_initialized() else None
+    default = default_group()
     return default if isinstance(default, PhalanxProcessGroup) else None
 
 

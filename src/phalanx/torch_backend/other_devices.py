@@ -15,14 +15,11 @@ of its device, with torch's own function.
 
 from __future__ import annotations
 
-import inspect
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +38,13 @@ from phalanx.errors import (
 )
 from phalanx.torch_backend.errors import as_torch
 from phalanx.torch_backend.rendezvous import times_met
+from phalanx.torch_internals import (
+    backend_of,
+    devices_of,
+    make_part_of_group,
+    variables_of_batch,
+    variables_of_group_being_made,
+)
 
 NAME = "phalanx"
 ALMOST = 0.9  # of a timeout: backends round
@@ -64,10 +68,10 @@ def named_for_devices(rank: int) -> Named:
     torch does not tell a creator. They are variables of its function that calls the creator.
     Raises `UnsupportedOperationError` if another backend is named for the CPU.
     """
-    frame = _caller(c10d._new_process_group_helper)
-    if frame is None:
+    torchs = variables_of_group_being_made()
+    if torchs is None:
         return Named({"cpu": NAME})
-    config, group = frame.f_locals["backend_config"], frame.f_locals["pg"]
+    config, group = torchs["backend_config"], torchs["pg"]
     backends = {kind: str(name) for kind, name in config.get_device_backend_map().items()}
     if backends.get("cpu", NAME) != NAME:
         raise UnsupportedOperationError(
@@ -76,7 +80,7 @@ def named_for_devices(rank: int) -> Named:
             rank=rank,
             op="init_process_group",
         )
-    return Named(backends, group if group._device_types else None)
+    return Named(backends, group if devices_of(group) else None)
 
 
 def _written(backends: Mapping[str, str]) -> str:
@@ -93,15 +97,6 @@ def tensors_in(arguments: Any) -> Iterator[Tensor]:
             yield from tensors_in(argument)
 
 
-def _caller(function: Any) -> FrameType | None:
-    """The frame of `function`, if it has called us."""
-    code = inspect.unwrap(function).__code__
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame
-
-
 class Other(NamedTuple):
     """Torch's group for the tensors of one kind of device, and its backend."""
 
@@ -110,9 +105,8 @@ class Other(NamedTuple):
 
     @classmethod
     def of(cls, group: ProcessGroup, kind: str) -> Other:
-        """A group that is written in Python is its own backend."""
-        is_torch_s = type(group) is ProcessGroup
-        return cls(group, group._get_backend(torch.device(kind)) if is_torch_s else group)
+        """For a kind of device."""
+        return cls(group, backend_of(group, kind))
 
 
 class OtherDevices:
@@ -150,7 +144,7 @@ class OtherDevices:
         self._making: set[str] = set()
         self._together = False  # torch has begun to put messages together
         made = named.made
-        kinds = [] if made is None else [device.type for device in made._device_types]
+        kinds = [] if made is None else [device.type for device in devices_of(made)]
         self._made = {kind: Other.of(made, kind) for kind in kinds if made is not None}
         self._failed: dict[str, DistributedError] = {}
 
@@ -203,12 +197,12 @@ class OtherDevices:
         """
         device = tensors[0].device
         backend = self.backend_for(device, name).backend
-        frame = None
+        torchs = None
         if getattr(backend, "supports_coalescing", False) and not self._together:
-            frame = _caller(c10d.batch_isend_irecv)
-        if frame is None:
+            torchs = variables_of_batch()
+        if torchs is None:
             return self.call(name, name, device, tensors, *arguments)
-        batch, now = frame.f_locals["p2p_op_list"], frame.f_locals["p2p_op"]
+        batch, now = torchs["p2p_op_list"], torchs["p2p_op"]
         if now is batch[0]:
             self.call("_start_coalescing", name, device, device)
         self.call(name, name, device, tensors, *arguments)
@@ -259,7 +253,7 @@ class OtherDevices:
         """What torch makes for the device, under a name and keys that all members know."""
         store = self._keys()
         store.set(f"{kind}/{self._rank}", "")
-        group, _ = c10d._new_process_group_helper(
+        group = make_part_of_group(
             self._size,
             self._rank,
             self._ranks,
@@ -269,7 +263,6 @@ class OtherDevices:
             backend_options=self._backend_options,
             timeout=self.timeout,
         )
-        _forget(group)
         return Other.of(group, kind)
 
     def _keys(self) -> Any:
@@ -345,17 +338,3 @@ class OtherDevices:
         groups = dict.fromkeys(other.group for other in self._made.values())
         self._made.clear()
         return list(groups)
-
-
-def _forget(group: ProcessGroup) -> None:
-    """Take a group out of what torch keeps of groups: it is a part of ours, which will end it."""
-    world = c10d._world
-    name = world.pg_names.pop(group)
-    for kept in (world.pg_map, world.pg_backend_config, world.pg_to_tag):
-        kept.pop(group, None)
-    for tag, groups in list(world.tags_to_pg.items()):
-        if group in groups:
-            groups.remove(group)
-        if not groups:
-            del world.tags_to_pg[tag]
-    c10d._unregister_process_group(name)

@@ -7,7 +7,7 @@ Calls                  the calls of both
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -17,8 +17,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import Backend as TorchBackend
 from torch.distributed import ProcessGroup
 from torch.distributed import ReduceOp as TorchReduceOp
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_map_only
 
 from phalanx.core.backend import MAX_TAG, Backend
 from phalanx.core.reduce_op import ReduceOp
@@ -40,6 +38,13 @@ from phalanx.torch_backend.work import (
     ProcessGroupWork,
     TogetherWork,
     seconds_of,
+)
+from phalanx.torch_internals import (
+    at_end_of_backward,
+    backward_number,
+    dispatch_modes,
+    inside_backward,
+    pytree,
     untraced,
 )
 from phalanx.wire.memory import outside_inference_mode
@@ -164,7 +169,7 @@ class Calls:
             work = asked.request.issue()
         except DistributedError as error:
             failure = as_torch(error)
-            in_backward = torch._C._current_graph_task_id() != -1
+            in_backward = inside_backward()
             if blocking or not in_backward or self._backward_failed:
                 raise failure from None
             return ProcessGroupWork((), at_end=self._wait_at_end, error=failure)
@@ -216,10 +221,10 @@ class Calls:
 
     def _wait_at_end(self, work: ProcessGroupWork) -> None:
         """Wait for a work at the end of the backward pass in which this is called."""
-        task = torch._C._current_graph_task_id()
+        task = backward_number()
         if self._backward[0] != task:
             self._backward = (task, [])
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+            at_end_of_backward(self._end_of_backward)
         self._backward[1].append(work)
 
     def _end_of_backward(self) -> None:
@@ -338,7 +343,7 @@ def premultiplied(
             )
         return torch.mul(memory, s.factor, out=None if copies else memory)
 
-    scaled = tree_map_only(Tensor, scale, given)
+    scaled = pytree.tree_map_only(Tensor, scale, given)
     return (*outputs, scaled) if copies else tensors
 
 
@@ -355,12 +360,12 @@ class Counted:
         return f"{self._overloadpacket}.default"
 
 
-def count(method: str) -> None:
+def count(method: str, modes: Iterable[Any]) -> None:
     """Tell each `CommDebugMode` that a method of a group is called: nothing is dispatched here."""
     packet = getattr(torch.ops.c10d, f"{method}_", None)
-    for mode in _get_current_dispatch_mode_stack():
+    for mode in modes:
         if packet is not None and hasattr(mode, "comm_counts"):
-            mode.__torch_dispatch__(Counted(packet), ())  # type: ignore[no-untyped-call]
+            mode.__torch_dispatch__(Counted(packet), ())
 
 
 def _method(name: str, operation: Operation) -> Callable[..., Any]:
@@ -375,8 +380,8 @@ def _method(name: str, operation: Operation) -> Callable[..., Any]:
             device = self._others.device(arguments, named)
             if device is not None:
                 return self._others.call(name, operation.name, device, *arguments, **named)
-        if torch._C._len_torch_dispatch_stack():
-            count(counted_as)
+        if modes := dispatch_modes():
+            count(counted_as, modes)
         tensors = arguments[:tensor_count]
         settings, blocking = self._settings(operation, arguments[tensor_count:], named)
         if not _profiled():

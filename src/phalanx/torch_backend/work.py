@@ -17,12 +17,10 @@ backward pass, by the thread of that pass.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -34,35 +32,19 @@ from typing_extensions import override
 from phalanx.core.work import AnyOf
 from phalanx.errors import DistributedError
 from phalanx.torch_backend.errors import as_torch
+from phalanx.torch_internals import future_in_cpp, inside_backward, is_called_by_engine, untraced
 
 if TYPE_CHECKING:
     from phalanx.core.work import Work
 
 T = TypeVar("T")
 UNSET = timedelta(0)
-ENGINE = "torch.autograd.graph"  # the module of the frame that is innermost under autograd's C++
 
 
 def seconds_of(timeout: timedelta | None) -> float | None:
     """A timeout of torch's in seconds; None if it is not set: -1 ms, 0 and None mean that."""
     seconds = timeout.total_seconds() if timeout is not None else 0.0
     return seconds if seconds > 0 else None
-
-
-def untraced(kind: type[T]) -> type[T]:
-    """The class, whose methods torch.compile runs as they are, with all that they call.
-
-    Else it takes the frames of methods that torch's own code calls for functions to compile, and
-    fails on the first one: a process group has no attributes for it. The marks are on the code, and
-    cost nothing where nothing is compiled.
-    """
-    skip = torch._C._dynamo.eval_frame._FrameAction.SKIP
-    strategy = torch._C._dynamo.eval_frame._FrameExecStrategy(skip, skip)
-    for method in vars(kind).values():
-        if isinstance(method, FunctionType):
-            torch._C._dynamo.eval_frame.set_code_exec_strategy(method.__code__, strategy)
-            method._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return kind
 
 
 @untraced
@@ -164,8 +146,8 @@ class ProcessGroupWork(c10d.Work):
         return self._future
 
     def _make_future(self) -> Any:
-        in_backward = torch._C._current_graph_task_id() != -1
-        for_cpp = in_backward and _called_by_engine()
+        in_backward = inside_backward()
+        for_cpp = in_backward and is_called_by_engine(1)
         if for_cpp:
             waits = any(tensor.dtype is torch.float16 for tensor in self._tensors)
         else:
@@ -183,7 +165,7 @@ class ProcessGroupWork(c10d.Work):
                 work.on_done(lambda _: future.complete())
             return future
         if work is None and not failed:
-            return torch._C.fork(lambda: list(self._tensors))  # complete, and the list is C++'s
+            return future_in_cpp(lambda: list(self._tensors))
         base: Any = Future()
         future = base.then(self._value)  # which raises as it should in C++
         if work is None:
@@ -238,12 +220,6 @@ class TogetherWork(ProcessGroupWork):
         """A future of all their tensors; they are waited for first."""
         self.wait()
         return super().get_future()
-
-
-def _called_by_engine() -> bool:
-    """Whether autograd's C++ code calls: no Python frame lies between."""
-    frame = sys._getframe(3) if sys._getframe(2).f_back else None
-    return frame is None or frame.f_globals.get("__name__") == ENGINE
 
 
 class _Callbacks(threading.local):

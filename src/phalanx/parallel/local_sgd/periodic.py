@@ -26,7 +26,8 @@ from phalanx.errors import DistributedError, SizeMismatchError
 from phalanx.parallel.averaging import GradientAveraging, broadcast_all_
 from phalanx.parallel.guards import check_same_model, explain
 from phalanx.parallel.local_sgd.outer import OuterStep, not_finite
-from phalanx.parallel.wrapper import Wrapper, claim, inside_backward, owner_of
+from phalanx.parallel.wrapper import Wrapper, claim, owner_of
+from phalanx.torch_internals import inside_backward
 
 log = logging.getLogger("phalanx")
 
