@@ -19,6 +19,7 @@ import torch.distributed as dist
 from _pytest.monkeypatch import MonkeyPatch
 from clusters import TIMEOUT, Maker, Threads
 from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
 import phalanx.torch_backend
@@ -115,3 +116,5 @@ def world_of_each_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         c10d._world, sys.excepthook = world, hook
+        # torch's DDP saves and restores it, which threads do at the same time.
+        DistributedDataParallel._active_ddp_module = None
