@@ -45,7 +45,7 @@ BUDGETS = {  # of each package: lines, files
     ".": (930, 5),  # the package's own files
     "aggregation": (1_800, 7),
     "checkpoint": (4_550, 17),
-    "cli": (1_300, 9),
+    "cli": (1_310, 9),
     "collectives": (5_000, 21),
     "compression": (1_770, 7),
     "core": (5_150, 19),

@@ -354,6 +354,15 @@ def test_the_launcher_does_without_torch(tmp_path: Path, environ: dict[str, str]
     assert (codes, lines) == ([0, 0], ["[rank 0] 0 of 2 got 1", "[rank 1] 1 of 2 got 0"])
 
 
+def test_the_help_needs_neither_torch_nor_a_launcher() -> None:
+    program = (
+        "import sys; from phalanx.cli.app import app; app(['--help'], standalone_mode=False); "
+        "sys.exit(bool({'torch', 'ssl', 'phalanx.launch.run'} & {*sys.modules}))"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert b"Train PyTorch models" in shown.stdout
+
+
 def test_no_word_of_another_makes_a_launcher_end_well_or_does_anything_to_a_terminal(
     tmp_path: Path, environ: dict[str, str]
 ) -> None:

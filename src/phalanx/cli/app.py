@@ -22,8 +22,6 @@ import typer
 from phalanx.cli import bench, kubernetes, slurm, watch
 from phalanx.cli.checkpoint import checkpoint_app
 from phalanx.errors import MisuseError
-from phalanx.launch.kubernetes import read_pod
-from phalanx.launch.run import Job, run
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -168,6 +166,10 @@ def run_command(
     variables that stand below as defaults.
     """
     words = tuple(args or ())
+    # Here, for other commands and --help need none of it.
+    from phalanx.launch.kubernetes import read_pod  # noqa: PLC0415
+    from phalanx.launch.run import Job, run  # noqa: PLC0415
+
     pod = read_pod(os.environ, ranks=ranks, nodes=nodes, node_rank=node_rank, master=master)
     job = Job(
         pod.ranks,

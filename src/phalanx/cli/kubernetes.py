@@ -18,12 +18,10 @@ from typing import Annotated
 
 import typer
 
-from phalanx.launch.kubernetes import KINDS, KubernetesJob, as_yaml, make_manifest, name_of
-
 Kind = Annotated[
     str,
     typer.Option(
-        metavar="|".join(KINDS),
+        metavar="job|jobset|trainjob",
         help="job: an indexed Job and a headless Service, as every cluster has them. jobset: a "
         "JobSet (jobset.x-k8s.io/v1alpha2). trainjob: Kubeflow's TrainJob "
         "(trainer.kubeflow.org/v1alpha1) with the runtime torch-distributed.",
@@ -107,6 +105,13 @@ def kubernetes_command(
     max_restarts: Restarts = None,
 ) -> None:
     """Run `phalanx kubernetes`, whose help is this module's docstring."""
+    from phalanx.launch.kubernetes import (  # noqa: PLC0415 -- other commands need none of it
+        KubernetesJob,
+        as_yaml,
+        make_manifest,
+        name_of,
+    )
+
     job = KubernetesJob(
         target=script,
         args=tuple(args or ()),

@@ -18,8 +18,6 @@ from typing import Annotated
 
 import typer
 
-from phalanx.launch.run import Job
-
 
 def slurm_command(
     *,
@@ -59,6 +57,7 @@ def slurm_command(
     ] = False,
 ) -> None:
     """Run `phalanx slurm`, whose help is this module's docstring."""
+    from phalanx.launch.run import Job  # noqa: PLC0415
     from phalanx.launch.slurm_job import BatchJob  # noqa: PLC0415 -- other commands need none of it
 
     run = Job(ranks, script, tuple(args or ()), module, nodes)
