@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import phalanx.cli.app as command
+import phalanx.launch.run as launcher
 from phalanx.cli.app import app
 from phalanx.errors import BackendUnavailableError, MisuseError
 from phalanx.launch.kubernetes import (
@@ -94,7 +94,7 @@ def test_a_bad_value_is_no_matter_where_the_option_is_given() -> None:
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Job]]:
     """The jobs that the command line asked for, instead of running them."""
     jobs: list[Job] = []
-    monkeypatch.setattr(command, "run", lambda job: jobs.append(job) or 0)
+    monkeypatch.setattr(launcher, "run", lambda job: jobs.append(job) or 0)
     for name in TRAINJOB:
         monkeypatch.delenv(name, raising=False)
     return jobs
