@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import phalanx.cli.app as command
+import phalanx.launch.run as launcher
 from phalanx.cli.app import app
 from phalanx.errors import DistributedError, InvalidRankError, InvalidWorldSizeError, MisuseError
 from phalanx.launch.run import Job
@@ -21,7 +21,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
         jobs.append(job)
         return 5
 
-    monkeypatch.setattr(command, "run", note)
+    monkeypatch.setattr(launcher, "run", note)
     return jobs
 
 
