@@ -256,7 +256,8 @@ def test_an_interrupt_ends_the_step_of_all() -> None:
     assert "F0 of stage 1 (layer 1) failed: KeyboardInterrupt()" in str(first)
 
 
-def test_a_rank_that_computes_for_ever_is_named_by_all_when_time_is_up() -> None:
+@pytest.mark.parametrize("of_rank_0", [2.0, PATIENCE], ids=["at once", "rank 2 first"])
+def test_a_rank_that_computes_for_ever_is_named_by_all_when_time_is_up(of_rank_0: float) -> None:
     over = threading.Semaphore(0)
 
     class Sleeps(nn.Module):
@@ -273,7 +274,7 @@ def test_a_rank_that_computes_for_ever_is_named_by_all_when_time_is_up() -> None
     def run(backend: Backend) -> BaseException | None:
         layers = [nn.Linear(SIZE, SIZE), Sleeps(), nn.Linear(SIZE, SIZE)]
         pipeline = piped(backend, layers, 4)
-        timeout = PATIENCE if backend.rank == 1 else 2.0
+        timeout = (of_rank_0, PATIENCE, 2.0)[backend.rank]
         backend.barrier()
         try:
             return outcome_of(lambda: pipeline.train_step(*batch(8), F.mse_loss, timeout=timeout))

@@ -274,8 +274,9 @@ class Pipeline(Wrapper):
             wrappers = [part for part in self.modules() if isinstance(part, Wrapper)]
             groups = dict.fromkeys(wrapper.backend for wrapper in wrappers)
             causes = [group.failure.culprit for group in groups if group.failure is not None]
+            peer = rank if told.peer is None or told.peer >= backend.world_size else told.peer
             for group in groups:
-                group.fail(told, culprit=causes[0] if causes else backend.ranks[rank])
+                group.fail(told, culprit=causes[0] if causes else backend.ranks[peer])
             raise
 
     def _samples(
