@@ -151,8 +151,8 @@ def _plan(
         ordered = sorted(names, key=lambda name: (-DTYPES[records[name].dtype].itemsize, name))
         tied = {other: name for other, name in aliases.items() if name in names}
         tensors = [
-            (name, DTYPE_NAMES[record.dtype], record.shape, nbytes_of(record))
-            for name, record in ((name, records[name]) for name in ordered)
+            (name, DTYPE_NAMES[records[name].dtype], records[name].shape, nbytes_of(records[name]))
+            for name in ordered
         ]
         planned.append((file, ordered, header_bytes({"format": "pt", **tied}, tensors)))
     return planned

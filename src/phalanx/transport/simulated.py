@@ -33,7 +33,6 @@ from phalanx.wire.control import Ask
 
 if TYPE_CHECKING:
     from phalanx.core.group import Group
-    from phalanx.core.work import Work
 
 
 class InProcessSwitch:

@@ -35,7 +35,6 @@ from phalanx.wire.handshake import Identity
 if TYPE_CHECKING:
     from phalanx.core.group import Group
     from phalanx.core.steps import Source
-    from phalanx.core.work import Work
     from phalanx.transport.shm.domain import HostDomain
 
 GLANCE_EVERY = 0.01  # seconds between polls of the sockets while calls need none
