@@ -1,7 +1,6 @@
 """What Phalanx uses of torch that torch does not promise: here, and nowhere else.
 
     what torch has                             what for                       if it is gone
-    torch._compile._disable_dynamo             run a method as it is          import: 2 s more
     torch.utils._pytree                        tensors in nested arguments    optree has it
     _C._current_graph_task_id                  is this a backward pass        no hooks in it
     autograd._is_checkpoint_valid              ... that fills every .grad     refuse inputs=
@@ -14,7 +13,8 @@
     UntypedStorage._swap_data_ptr_ (2.12)      memory that is used again      resize_, slower
     RNNBase._flat_weights                      an RNN sees full parameters    refuse RNNs
     GradScaler._per_optimizer_states           was a step skipped             a skip counts
-    _C._dynamo.eval_frame                      methods are not compiled       compile fails
+    _C._dynamo.eval_frame (2.7)                functions are not compiled     _disable_dynamo
+    torch._compile._disable_dynamo             ... before 2.7                 import: 2 s more
     _len_torch_dispatch_stack                  CommDebugMode counts calls     it counts none
     _C.fork                                    a future of C++                torch's DDP fails
     c10d._get_default_group                    groups share connections       each makes its own
@@ -38,6 +38,7 @@ import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -49,11 +50,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
+Function = TypeVar("Function", bound=Callable[..., Any])
 Hook = Callable[[Tensor], Any]
 ENGINE = "torch.autograd.graph"  # the module of the frame that is innermost under autograd's C++
-
-disable_dynamo = _compile._disable_dynamo
-"""Let torch.compile run a function as it is. The public one imports torch._dynamo at once: 2 s."""
 
 pytree = _pytree
 """Nested containers: `tree_leaves`, `tree_map`, ..."""
@@ -146,19 +145,35 @@ def skipped_step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer)
 # torch.compile, and torch.distributed -----------------------------------------------------------
 
 
+def disable_dynamo(*, recursive: bool = True) -> Callable[[Function], Function]:
+    """Let torch.compile run a function as it is; with all that it calls, if `recursive`.
+
+    As `torch.compiler.disable`, which imports torch._dynamo at once (2 s) and wraps the function
+    (6 us a call). These marks are on the code, and cost nothing if nothing is compiled.
+    """
+    frames = torch._C._dynamo.eval_frame
+    if not hasattr(frames, "_FrameExecStrategy"):
+        return partial(_compile._disable_dynamo, recursive=recursive)  # type: ignore[return-value]
+    skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+
+    def mark(function: Function) -> Function:
+        strategy = frames._FrameExecStrategy(skip, skip if recursive else default)
+        frames.set_code_exec_strategy(function.__code__, strategy)
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
 def untraced(kind: type[T]) -> type[T]:
     """The class, whose methods torch.compile runs as they are, with all that they call.
 
     Else it takes the frames of methods that torch's own code calls for functions to compile, and
-    fails on the first one: a process group has no attributes for it. The marks are on the code, and
-    cost nothing where nothing is compiled.
+    fails on the first one: a process group has no attributes for it.
     """
-    skip = torch._C._dynamo.eval_frame._FrameAction.SKIP
-    strategy = torch._C._dynamo.eval_frame._FrameExecStrategy(skip, skip)
     for method in vars(kind).values():
         if isinstance(method, FunctionType):
-            torch._C._dynamo.eval_frame.set_code_exec_strategy(method.__code__, strategy)
-            method._torchdynamo_disable = True  # type: ignore[attr-defined]
+            disable_dynamo()(method)
     return kind
 
 

@@ -47,7 +47,7 @@ from phalanx.fsdp.flat_param import FlatParameter, ShardingPlan
 from phalanx.parallel.averaging import LARGE, RequestExecutor, bytes_of, copy_others_part
 from phalanx.parallel.compressor_state import UNSHARDED, GradientSharding
 from phalanx.parallel.gradient_parts import mark_part
-from phalanx.torch_internals import gradient_hooks, post_accumulate_hooks
+from phalanx.torch_internals import as_plain_tensors, gradient_hooks, post_accumulate_hooks
 
 Wait = Callable[[], object]  # blocks until what has begun is done
 
@@ -91,7 +91,8 @@ class FlatGradient:
         if self._memory is None:
             self._allocate()
         view = self.flat.views[number]
-        grad, view.grad = view.grad, None
+        with as_plain_tensors():
+            grad, view.grad = view.grad, None
         if grad is None:
             return
         if grad.layout is not torch.strided:  # shards' gradients are dense
@@ -115,7 +116,12 @@ class FlatGradient:
     @property
     def owes(self) -> bool:
         """Whether there are gradients that are not reduced."""
-        return self._memory is not None or any(view.grad is not None for view in self.flat.views)
+        return self._memory is not None or bool(self._accumulated())
+
+    def _accumulated(self) -> list[int]:
+        """The numbers of parameters of which autograd has a gradient."""
+        with as_plain_tensors():
+            return [at for at, view in enumerate(self.flat.views) if view.grad is not None]
 
     def drop_accumulated(self) -> None:
         """Forget what autograd has added up."""
@@ -140,9 +146,8 @@ class FlatGradient:
 
     def reduce(self) -> None:
         """Begin to average with the other ranks; parameters without a gradient count as zeros."""
-        for number, view in enumerate(self.flat.views):
-            if view.grad is not None:  # of earlier passes that were not reduced
-                self.accumulate(number)
+        for number in self._accumulated():  # in earlier passes that were not reduced
+            self.accumulate(number)
         if not any(parameter.requires_grad for parameter in self.flat.parameters):
             return
         memory = self._memory if self._memory is not None else self._allocate()

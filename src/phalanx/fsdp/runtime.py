@@ -120,7 +120,7 @@ class FsdpRuntime:
 
     # A forward pass -------------------------------------------------------------------------
 
-    @disable_dynamo  # torch.compile traces what a module computes between this and the next
+    @disable_dynamo()  # torch.compile traces what a module computes between this and the next
     def pre_forward(self, group: ParameterGroup, _: nn.Module, args: Any, kwargs: Any) -> Any:
         """A group's module is about to compute. Returns the model's inputs, if they are cast."""
         again = inside_backward()  # a checkpoint is computed again
@@ -165,7 +165,7 @@ class FsdpRuntime:
         if not self.synchronize and torch.is_grad_enabled():
             self.accumulated = True  # on all ranks, whatever has gradients on this one
 
-    @disable_dynamo
+    @disable_dynamo()
     def post_forward(
         self, group: ParameterGroup, _: nn.Module, args: Any, kwargs: Any, outputs: Any
     ) -> None:

@@ -110,9 +110,11 @@ class UnshardedParameter(nn.Parameter):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run `func`, if the state allows it, and notice the backward pass through its results."""
+        if _only_inspects(func):
+            with as_plain_tensors():
+                return func(*args, **(kwargs or {}))
         used: set[UnshardState] = set()
-        given = (*args, *kwargs.values()) if kwargs else args
-        for value in () if _only_inspects(func) else given:
+        for value in (*args, *kwargs.values()) if kwargs else args:
             for unsharded in value if isinstance(value, (list, tuple)) else (value,):
                 if not isinstance(unsharded, UnshardedParameter):
                     continue
@@ -214,12 +216,13 @@ class ParameterSwap:
         An unsharded parameter requires gradients if its shard does now.
         """
         if not self._holders:
-            for at, unsharded, address in self._swaps:
-                registered = at.module._parameters.get(at.attribute)
-                if registered is not at.parameter or registered.data_ptr() != address:
-                    self._refuse_replaced(at.name)
-                if registered.requires_grad is not unsharded.requires_grad:
-                    unsharded.requires_grad_(registered.requires_grad)
+            with as_plain_tensors():
+                for at, unsharded, address in self._swaps:
+                    registered = at.module._parameters.get(at.attribute)
+                    if registered is not at.parameter or registered.data_ptr() != address:
+                        self._refuse_replaced(at.name)
+                    if registered.requires_grad is not unsharded.requires_grad:
+                        unsharded.requires_grad_(registered.requires_grad)
             self._register(unsharded=True)
         self._holders.add(holder)
 

@@ -162,7 +162,7 @@ class DDP(Wrapper):
         self._begin_forward()
         return self._end_forward(self.module(*args, **kwargs))
 
-    @disable_dynamo  # torch.compile runs it as it is, and compiles the module's forward
+    @disable_dynamo()  # torch.compile runs it as it is, and compiles the module's forward
     def _begin_forward(self) -> None:
         if inside_backward():  # by activation checkpointing: nothing begins then
             return
@@ -179,7 +179,7 @@ class DDP(Wrapper):
             if sends:
                 self._broadcast_buffers()
 
-    @disable_dynamo
+    @disable_dynamo()
     def _end_forward(self, outputs: Any) -> Any:
         if torch.is_grad_enabled():
             self._reducer.watch(outputs, recomputed=inside_backward())

@@ -29,7 +29,7 @@ NAME = "parallel_cross_entropy"
 REDUCTIONS = ("mean", "sum", "none")
 
 
-@disable_dynamo  # torch.compile runs it as it is
+@disable_dynamo()  # torch.compile runs it as it is
 def parallel_cross_entropy(
     logits: Tensor,
     targets: Tensor,

@@ -121,7 +121,7 @@ def _apply(name: str, x: Tensor, cut: ShardSpec, dim: int, backend: Backend, lab
     return x if backend.world_size == 1 else _move(x, name, cut, dim, backend, label)
 
 
-@disable_dynamo  # torch.compile runs it as it is, and compiles what is before and after
+@disable_dynamo()  # torch.compile runs it as it is, and compiles what is before and after
 def _move(*args: Any) -> Tensor:
     return cast(Tensor, _BetweenRanks.apply(*args))  # type: ignore[no-untyped-call]
 
@@ -186,7 +186,7 @@ def reduce_scatter_shards(
     return own.narrow(dim, 0, sizes[backend.rank])
 
 
-@disable_dynamo
+@disable_dynamo()
 def sequence_cut(x: Tensor, dim: int, backend: Backend, label: str) -> ShardSpec:
     """How the sequence is cut of which every rank has a shard. Blocks for a message of 8 bytes.
 
