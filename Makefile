@@ -43,6 +43,7 @@
 #                  goes on comes to the weights of one that was never interrupted
 #   make combinations  every wrapper with every feature, and with every two of them, on three backends;
 #                  ARGS=--faults shows that planted faults are found
+#   make fence     the library's own tests, with a package that has neither ops/ nor cli/
 #   make mutants   wrong lines, put into the core and FSDP one at a time: do the tests notice?
 #   make agreement what it costs that ranks compare what they do
 #   make torch     a stock program for torch.distributed under every launcher, and PowerSGD's hook
@@ -89,7 +90,7 @@ CLIENTS_READY := $(CLIENTS_VENV)/.ready
 DEBIAN := slurmctld slurmd slurm-client chromium
 
 .PHONY: demo test test-torch-next test-clients lint docs format bench stress blame torch-blame bad-days fuzz flood attack \
-	wide two-hosts links kill-saves notices combinations mutants agreement torch device loss-against-bytes slow-link pipeline-bubble gate \
+	wide two-hosts links kill-saves notices combinations fence mutants agreement torch device loss-against-bytes slow-link pipeline-bubble gate \
 	main-path clean
 
 demo: $(READY)
@@ -164,6 +165,9 @@ notices: $(READY)
 
 combinations: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/combinations/run.py $(ARGS)
+
+fence: $(READY)
+	$(BIN)/python tests/scripts/fence.py --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 mutants: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/mutants.py $(ARGS)

@@ -43,11 +43,11 @@ from rich.console import Console
 from rich.table import Table
 
 from phalanx.launch.reaper import die_with_parent
-from phalanx.tools.bench.operations import OPERATIONS, BenchOperation, PreparedCall
-from phalanx.tools.bench.peer import Peer, RankContext
-from phalanx.tools.bench.peers import PEERS, PeerRow, Socket
-from phalanx.tools.bench.rank import run_rank
-from phalanx.tools.bench.request import LeftOut, Message, ResultLine, make_request, show_size
+from phalanx.ops.bench.operations import OPERATIONS, BenchOperation, PreparedCall
+from phalanx.ops.bench.peer import Peer, RankContext
+from phalanx.ops.bench.peers import PEERS, PeerRow, Socket
+from phalanx.ops.bench.rank import run_rank
+from phalanx.ops.bench.request import LeftOut, Message, ResultLine, make_request, show_size
 from phalanx.wire.memory import tensor_bytes
 
 OURS, GLOO, BARE = "phalanx", "gloo", "bare"

@@ -27,10 +27,10 @@ import typer
 
 from phalanx.cli import bench
 from phalanx.errors import DistributedError
-from phalanx.tools.bench import peers
-from phalanx.tools.bench.operations import PreparedCall
-from phalanx.tools.bench.peer import Call, Peer, RankContext
-from phalanx.tools.bench.peers import PeerRow, PeerTable
+from phalanx.ops.bench import peers
+from phalanx.ops.bench.operations import PreparedCall
+from phalanx.ops.bench.peer import Call, Peer, RankContext
+from phalanx.ops.bench.peers import PeerRow, PeerTable
 
 # ------------------------------------------------------------------------------
 # DeepSpeed's all_reduce in shared memory, written in C++ with AVX: for inference on processors.

@@ -40,7 +40,7 @@ from rich.table import Table
 
 import phalanx
 from phalanx import Backend, ReduceOp
-from phalanx.launch import watch_folder
+from phalanx.ops.observe.watch import folder as watch_folder
 
 LINGER = 2 * watch_folder.PERIOD  # seconds after which nobody publishes any more
 

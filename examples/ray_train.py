@@ -15,7 +15,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from torch import nn
 
 import phalanx
-from phalanx.integrations.ray import PhalanxConfig
+from phalanx.ops.clusters.ray import PhalanxConfig
 
 
 def train() -> float:

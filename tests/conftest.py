@@ -12,6 +12,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent / "multiprocess"))  # what several folders import
+sys.path.insert(0, str(Path(__file__).parent / "checkpoint"))
 sys.path.insert(0, str(Path(__file__).parent))  # so that any test may import `clusters`
 
 from checkered import split

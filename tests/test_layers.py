@@ -21,6 +21,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = [  # from the lowest to the highest; the parts of one layer never import each other
     ["errors", "files", "torch_internals"],
+    ["hooks"],
     ["wire"],
     ["core"],
     ["transport"],
@@ -32,8 +33,8 @@ LAYERS = [  # from the lowest to the highest; the parts of one layer never impor
     ["parallel.__init__", "pipeline"],
     ["checkpoint", "training"],
     ["launch"],
-    ["tools", "torch_backend"],
-    ["integrations"],
+    ["torch_backend"],
+    ["ops"],
     ["cli", "__init__"],
 ]
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
@@ -42,23 +43,26 @@ OF_THE_STUB = "phalanx.torch_backend.__init__", "phalanx.__init__"
 WITH_DDP = {"parallel.reducer", "parallel.uneven", "parallel.naive_ddp"}
 
 BUDGETS = {  # of each package: lines, files
-    ".": (930, 5),  # the package's own files
+    ".": (1_010, 6),  # the package's own files
     "aggregation": (1_800, 7),
-    "checkpoint": (4_550, 17),
-    "cli": (1_310, 9),
+    "checkpoint": (3_600, 14),
+    "cli": (1_190, 9),
     "collectives": (5_000, 21),
     "compression": (1_770, 7),
     "core": (5_150, 19),
     "fsdp": (2_620, 10),
-    "integrations": (350, 3),
-    "launch": (6_100, 24),
+    "launch": (4_200, 20),
     "native": (2_250, 8),
+    "ops": (740, 3),  # without its packages
+    "ops.bench": (2_660, 9),
+    "ops.clusters": (880, 5),
+    "ops.interop": (970, 4),
+    "ops.observe": (4_230, 19),
     "parallel": (3_950, 18),
     "pipeline": (1_950, 8),
     "tensor": (1_700, 9),
-    "tools": (5_800, 23),
     "torch_backend": (1_900, 9),
-    "training": (1_300, 6),
+    "training": (1_020, 5),
     "transport": (710, 3),  # without its packages
     "transport.shm": (1_500, 5),
     "transport.tcp": (3_600, 11),

@@ -58,7 +58,7 @@ print("trains", phalanx.all_reduce(torch.ones(2), backend).tolist())
 # As `phalanx run` does it, whose ranks another user cannot start from a home that is root's.
 LAUNCHER = """
 import os
-from phalanx.launch.watch_node import NodeWatch
+from phalanx.ops.observe.watch.launcher import NodeWatch
 watch = NodeWatch("job", 0, os.environ)
 print("trains [1.0, 1.0]" if watch.private else "it cannot be watched")
 """

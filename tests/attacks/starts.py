@@ -30,7 +30,8 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "multiprocess"))
 
-from launchers import PHALANX, environ_without_launcher
+from commands import PHALANX
+from launchers import environ_without_launcher
 from mpi_jobs import MPIRUN
 from networks import Network, why_not
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -165,12 +163,3 @@ def test_an_empty_file_is_no_way_to_go_without_a_token(token_file: Path) -> None
     token_file.write_text("\n")
     with pytest.raises(AuthenticationError, match="has 0 bytes"):
         find_token({"PHALANX_TOKEN_FILE": str(token_file)})
-
-
-def test_the_way_to_make_one_makes_one() -> None:
-    with pytest.raises(AuthenticationError, match="Make one with phalanx token") as info:
-        check_token("", "it")
-    command = str(info.value).rpartition("Make one with ")[2]
-    words = [sys.executable, "-m", "phalanx.cli", *command.split()[1:]]
-    made = subprocess.run(words, check=True, capture_output=True, text=True).stdout
-    assert len(check_token(made.strip(), "it")) == 64

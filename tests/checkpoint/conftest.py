@@ -2,26 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
+from checkpoint_fixtures import folder, one_thread_a_rank, victim
 
-import pytest
-import torch
-from checkpoint_runs import MEMORY
-
-
-@pytest.fixture(autouse=True)
-def _one_thread_a_rank() -> Iterator[None]:
-    """More, inside torch's kernels, would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """An empty folder."""
-    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
-        yield Path(folder)
+__all__ = ["folder", "one_thread_a_rank", "victim"]

@@ -24,7 +24,7 @@ from typing import Any
 from networks import Network
 
 import phalanx
-from phalanx.launch.kubernetes import KubernetesJob, make_manifest
+from phalanx.ops.clusters.kubernetes import KubernetesJob, make_manifest
 
 PATIENCE = 100.0
 TOKEN = "0123456789abcdef" * 4

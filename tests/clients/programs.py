@@ -13,7 +13,8 @@ from os import killpg
 from pathlib import Path
 
 import pytest
-from launchers import PHALANX, environ_without_launcher
+from commands import PHALANX
+from launchers import environ_without_launcher
 
 PATIENCE = 300.0  # seconds for a job
 HERE = Path(__file__).parent

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "multiprocess"))
 from networks import Network, why_not
 from pods import Pods
 
-from phalanx.launch.kubernetes import KINDS, KubernetesJob
+from phalanx.ops.clusters.kubernetes import KINDS, KubernetesJob
 
 JOB = KubernetesJob(
     target="train.py",

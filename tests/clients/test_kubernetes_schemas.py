@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from phalanx.cli.app import app
-from phalanx.launch.kubernetes import KINDS, KubernetesJob, as_yaml, make_manifest
+from phalanx.ops.clusters.kubernetes import KINDS, KubernetesJob, as_yaml, make_manifest
 
 validate = pytest.importorskip("kubernetes_validate")
 models = pytest.importorskip("kubeflow_trainer_api.models")

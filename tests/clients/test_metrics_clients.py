@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families  # noqa: E40
 import phalanx  # noqa: E402
 from phalanx import Backend, simulate  # noqa: E402
 from phalanx.core.counters import Counts, LoggedStep  # noqa: E402
-from phalanx.launch.metrics import METRICS, exposition  # noqa: E402
+from phalanx.ops.observe.metrics import METRICS, exposition  # noqa: E402
 
 # The provider is global, and set once: each program is a process of its own.
 PROGRAM = """

@@ -16,12 +16,14 @@ from typing import Any
 
 import pytest
 from browser import SHOTS, chromium, focused, lowest_contrast, opened, screenshot, why_not
-from launchers import PATIENCE, PHALANX, environ_without_launcher
+from commands import PHALANX
+from launchers import PATIENCE, environ_without_launcher
 
-from phalanx.launch.state import JobState, NodePlace, OtherNodes, RankState
-from phalanx.launch.watch_folder import OTHERS, WatchFolder, open_folder
-from phalanx.tools.watch.gather import find_job, follow
-from phalanx.tools.watch.web import serve
+from phalanx.launch.observer import NodePlace, OtherNodes
+from phalanx.ops.observe.watch.folder import OTHERS, WatchFolder, open_folder
+from phalanx.ops.observe.watch.gather import find_job, follow
+from phalanx.ops.observe.watch.state import JobState, RankState
+from phalanx.ops.observe.watch.web import serve
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
@@ -284,7 +286,7 @@ def test_every_text_of_the_page_stands_out(browser: Any, tmp_path: Path, theme: 
 
 
 def machine() -> str:
-    from phalanx.launch.watch_folder import machine as of_this_host
+    from phalanx.ops.observe.watch.folder import machine as of_this_host
 
     return of_this_host()
 

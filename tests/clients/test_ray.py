@@ -38,8 +38,8 @@ from ray.util.collective.types import ReduceOp
 from torch import nn
 
 import phalanx
-from phalanx.integrations.ray import PhalanxConfig, places
-from phalanx.integrations.ray_collective import PhalanxGroup
+from phalanx.ops.clusters.ray import PhalanxConfig, places
+from phalanx.ops.clusters.ray_collective import PhalanxGroup
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers do not import it
 
@@ -116,10 +116,10 @@ def test_local_ranks_come_from_the_nodes_whatever_the_order_of_ranks() -> None:
 def test_without_ray_the_error_says_what_to_install(
     module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, f"phalanx.integrations.{module}")
+    monkeypatch.delitem(sys.modules, f"phalanx.ops.clusters.{module}")
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r"needs Ray.*pip install 'phalanx\[ray\]'"):
-        importlib.import_module(f"phalanx.integrations.{module}")
+        importlib.import_module(f"phalanx.ops.clusters.{module}")
 
 
 # A function of one's own --------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
-PHALANX = [sys.executable, "-m", "phalanx.cli"]
+RUN = [sys.executable, "-m", "phalanx.launch"]  # as `phalanx run`
 LAUNCHERS = ("PHALANX_", "TORCH", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_", "SLURM_")
 PATIENCE = 60.0
 
@@ -133,7 +133,7 @@ def run_script(text: str, folder: Path, *words: str, ranks: int = 2, **environ: 
     """Start `phalanx run` on a script of this text, with `words` for it."""
     script = folder / "script.py"
     script.write_text(text)
-    start = [*PHALANX, "run", "-n", str(ranks), str(script), *words]
+    start = [*RUN, "-n", str(ranks), str(script), *words]
     return Launch(start, folder, {**environ_without_launcher(), **environ})
 
 
@@ -152,5 +152,5 @@ def launch(how: str, what: str, folder: Path, *options: str) -> Launch:
         wait = "\n".join(f"    {line}" for line in wait.splitlines())
     script = folder / "script.py"
     script.write_text(text.format(wait=wait))
-    start = [*PHALANX, "run", "-n", "2", *options] if how == "run" else [sys.executable]
+    start = [*RUN, "-n", "2", *options] if how == "run" else [sys.executable]
     return Launch([*start, str(script), str(folder / "ready")], folder)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import socket
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from forms import sizes
-from launchers import PHALANX, Launch, environ_without_launcher, finish, run_script
-
-from phalanx.tools.doctor import try_backend
+from launchers import RUN, Launch, environ_without_launcher, finish, run_script
 
 ENDS_EARLY = """
 import os, signal, sys
@@ -47,7 +42,7 @@ def test_a_port_in_use_is_said_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "script.py").touch()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         master = f"127.0.0.1:{taken.getsockname()[1]}"
-        words = [*PHALANX, "run", "--nnodes", "2", "--master", master, str(tmp_path / "script.py")]
+        words = [*RUN, "--nnodes", "2", "--master", master, str(tmp_path / "script.py")]
         with Launch(words, tmp_path) as launcher:
             code, _, errors = finish(launcher)
     assert code == 2
@@ -93,7 +88,7 @@ if rank == 2:  # ends in the middle of a line, and badly
 def test_whatever_ranks_write_is_shown(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(OUTPUT)
-    words = [*PHALANX, "run", "-n", "3", str(script)]
+    words = [*RUN, "-n", "3", str(script)]
     ended = subprocess.run(
         words, env=environ_without_launcher(), capture_output=True, check=False, timeout=60
     )
@@ -114,7 +109,7 @@ def test_a_full_disk_is_in_nobodys_way(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("raise ValueError('of its own')")
     ended = subprocess.run(
-        [*PHALANX, "run", str(script)],
+        [*RUN, str(script)],
         env=environ_without_launcher(),
         capture_output=True,
         text=True,
@@ -130,7 +125,7 @@ def test_a_reader_that_goes_away_is_no_failure(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("for n in range(100_000): print('line', n)")
     with subprocess.Popen(
-        [*PHALANX, "run", str(script)],
+        [*RUN, str(script)],
         env=environ_without_launcher(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -148,7 +143,7 @@ def test_no_standard_streams_are_needed(tmp_path: Path) -> None:
     """As a daemon starts it. The ranks write more than a pipe holds."""
     script = tmp_path / "script.py"
     script.write_text(f"print('x' * 200_000)\nopen({str(tmp_path / 'done')!r}, 'w').close()")
-    words = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *PHALANX, "run", "-n", "2", str(script)]
+    words = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *RUN, "-n", "2", str(script)]
     ended = subprocess.run(words, env=environ_without_launcher(), check=False, timeout=60)
     assert ended.returncode == 0
     assert (tmp_path / "done").exists()
@@ -158,56 +153,6 @@ def test_no_home_and_no_path_are_needed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("print('here')")
     ended = subprocess.run(
-        [*PHALANX, "run", str(script)], env={}, capture_output=True, check=False, timeout=60
+        [*RUN, str(script)], env={}, capture_output=True, check=False, timeout=60
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"[rank 0] here\n", b"")
-
-
-# Two ranks of every backend take a while: in the short form, of one that works anywhere and of one
-# that tells why it does not work here. That every backend has its row is seen in tests/launch.
-DOCTOR = """
-import sys
-from phalanx.cli.app import run_checks
-from phalanx.tools.doctor import CHECKS
-
-names = ("tcp", "nccl", "process groups")
-checks = [check for check in CHECKS if check.section != "Backends" or check.name in names]
-if __name__ == "__main__":
-    sys.exit(run_checks(checks, as_json=False))
-"""
-
-
-def test_the_doctor_tries_the_backends_and_keeps_the_token_to_itself(tmp_path: Path) -> None:
-    token = "4fe1" * 16
-    script = tmp_path / "doctor.py"
-    script.write_text(DOCTOR)
-    ended = subprocess.run(
-        sizes([sys.executable, str(script)], [*PHALANX, "doctor"]),
-        env={**environ_without_launcher(), "PHALANX_TOKEN": token},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert "- tcp: 2 ranks: barrier " in ended.stdout
-    assert "- nccl: " in ended.stdout
-    assert "PHALANX_TOKEN: set, 64 characters" in ended.stdout
-    assert token not in ended.stdout
-
-
-def children() -> set[int]:
-    """The processes that this one has started and not waited for."""
-    found = set()
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if (entry / "stat").read_text().rpartition(")")[2].split()[1] == str(os.getpid()):
-                found.add(int(entry.name))
-    return found
-
-
-def test_a_backend_that_takes_too_long_has_failed_and_its_ranks_are_gone() -> None:
-    before = children()
-    finding = try_backend("tcp", bound=0.2)
-    assert (finding.status, finding.what) == ("fail", "TimeoutError: it took more than 0.2 s")
-    assert children() <= before

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launchers import PHALANX, Launch, environ_without_launcher, finish, launch, run_script
+from launchers import RUN, Launch, environ_without_launcher, finish, launch, run_script
 from ports import unused_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
@@ -60,7 +60,7 @@ def test_a_launcher_that_waits_for_other_nodes_can_be_interrupted(tmp_path: Path
     with socket.create_server(("127.0.0.1", 0)) as silent:
         master = f"127.0.0.1:{silent.getsockname()[1]}"
         options = ["--nnodes", "2", "--node-rank", "1", "--master", master]
-        words = [*PHALANX, "run", *options, str(tmp_path / "script.py")]
+        words = [*RUN, *options, str(tmp_path / "script.py")]
         with Launch(words, tmp_path) as launcher:
             silent.settimeout(60)
             with silent.accept()[0]:  # now it waits for an answer
@@ -80,7 +80,7 @@ def test_a_hangup_that_was_to_be_ignored_is_ignored(tmp_path: Path) -> None:
         "while not pathlib.Path(sys.argv[1], 'go').exists(): time.sleep(0.01)\n"
         "print('went on')\n"
     )
-    words = [*PHALANX, "run", str(script), ready(tmp_path)]
+    words = [*RUN, str(script), ready(tmp_path)]
     start = [sys.executable, "-c", f"{nohup}os.execv(sys.argv[1], sys.argv[1:])", *words]
     with Launch(start, tmp_path, environ_without_launcher()) as launcher:
         launcher.wait_for(1)
@@ -112,7 +112,7 @@ def leave(folder: Path, save: str, *options: str) -> Launch:
     """Two ranks that `save` when they are told to leave."""
     script = folder / "script.py"
     script.write_text(LEAVES.format(save=save))
-    words = [*PHALANX, "run", "-n", "2", *options, str(script), ready(folder)]
+    words = [*RUN, "-n", "2", *options, str(script), ready(folder)]
     launcher = Launch(words, folder)
     launcher.wait_for(2)
     return launcher
@@ -133,7 +133,7 @@ def test_ranks_that_leave_after_a_signal_are_not_started_again(
 def test_ranks_that_leave_by_themselves_are_not_started_again(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, sys\nsys.exit(75 if os.environ['RANK'] == '1' else 0)\n")
-    words = [*PHALANX, "run", "-n", "2", "--max-restarts", "1", str(script)]
+    words = [*RUN, "-n", "2", "--max-restarts", "1", str(script)]
     with Launch(words, tmp_path) as launcher:
         assert finish(launcher) == (75, [], [AGAIN])
 
@@ -166,7 +166,7 @@ def test_all_nodes_leave_with_the_one_that_was_told_to(tmp_path: Path) -> None:
     )
     master = f"127.0.0.1:{unused_port()}"
     folder = ready(tmp_path)
-    words = [*PHALANX, "run", "--nnodes", "2", "--master", master, "--max-restarts", "1"]
+    words = [*RUN, "--nnodes", "2", "--master", master, "--max-restarts", "1"]
     with (
         Launch([*words, "--node-rank", "0", str(script), folder], tmp_path) as zero,
         Launch([*words, "--node-rank", "1", str(script), folder], tmp_path) as one,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from launchers import PHALANX, environ_without_launcher, hear_signals
+from launchers import RUN, environ_without_launcher, hear_signals
 from ports import unused_port
 
 from phalanx.launch.nodes import NodeExit
@@ -79,21 +79,6 @@ def run(words: list[str], environ: dict[str, str]) -> tuple[int, list[str], str]
     return codes[0], lines, errors
 
 
-def test_the_command_line_does_not_wait_for_torch(environ: dict[str, str]) -> None:
-    # The package's own __init__ is left out: what it imports is its business.
-    check = (
-        "import importlib.util, sys\n"
-        "spec = importlib.util.find_spec('phalanx')\n"
-        "sys.modules['phalanx'] = importlib.util.module_from_spec(spec)\n"
-        "import phalanx.cli.app, phalanx.cli.main\n"
-        "sys.exit('torch' in sys.modules)\n"
-    )
-    assert run([sys.executable, "-c", check], environ)[0] == 0
-    code, _, errors = run([*PHALANX, "run", "-n", "2", "missing.py"], environ)
-    assert code == 2
-    assert "missing.py" in errors
-
-
 def test_a_script_runs_as_python_would_run_it(tmp_path: Path, environ: dict[str, str]) -> None:
     script = write(
         tmp_path,
@@ -104,7 +89,7 @@ def test_a_script_runs_as_python_would_run_it(tmp_path: Path, environ: dict[str,
     )
     words = ["-n", "7", "--help", "--", "${local_rank}", "$$"]
     code, lines, errors = run(
-        [*PHALANX, "run", "-n", "2", script, *words], {**environ, "OMP_NUM_THREADS": "3"}
+        [*RUN, "-n", "2", script, *words], {**environ, "OMP_NUM_THREADS": "3"}
     )
     seen = f"__main__ {[script, *words]} {tmp_path} 3"
     assert lines == [f"[rank {rank}] {line}" for rank in (0, 1) for line in (seen, "no end")]
@@ -131,7 +116,7 @@ def test_the_first_failure_is_told_last_and_the_others_are_stopped(
         "failing.touch()\n"
         "raise ValueError('on rank 2')\n",
     )
-    code, lines, errors = run([*PHALANX, "run", "-n", "3", script], environ)
+    code, lines, errors = run([*RUN, "-n", "3", script], environ)
     told = errors.splitlines()
     assert told[:3] == [
         "rank 2 failed (exit code 1); its traceback:",
@@ -160,7 +145,7 @@ def test_every_way_to_fail_leaves_its_report(tmp_path: Path, environ: dict[str, 
     for number, (text, _, _) in enumerate(ways):
         folder = tmp_path / str(number)
         folder.mkdir()
-        started.append(start([*PHALANX, "run", write(folder, text)], environ))
+        started.append(start([*RUN, write(folder, text)], environ))
     for launcher, (_, code, last) in zip(started, ways, strict=True):
         codes, lines, errors = finish(launcher)
         assert (codes, lines) == ([code], [])
@@ -171,7 +156,7 @@ def test_ranks_meet_when_all_are_started_again_after_one_was_killed(
     tmp_path: Path, environ: dict[str, str]
 ) -> None:
     """That they had met before it was killed is so on two nodes, below."""
-    words = [*PHALANX, "run", "-n", "2", "--max-restarts", "1", write(tmp_path, MEET), "early"]
+    words = [*RUN, "-n", "2", "--max-restarts", "1", write(tmp_path, MEET), "early"]
     code, lines, errors = run(words, environ)
     assert lines == ["[rank 0] 0 of 2 got 1", "[rank 1] 1 of 2 got 0"]
     first, second = errors.splitlines()
@@ -205,7 +190,7 @@ def test_bound_ranks_run_on_cores_that_no_other_rank_has(
         "print(*cores)\n",
     )
     environ.pop("OMP_NUM_THREADS", None)
-    code, lines, errors = run([*PHALANX, "run", "-n", "2", "--bind", "cores", script], environ)
+    code, lines, errors = run([*RUN, "-n", "2", "--bind", "cores", script], environ)
     assert (code, errors) == (0, "")
     first, second = ({int(number) for number in line.split()[2:]} for line in lines)
     assert first
@@ -216,7 +201,7 @@ def test_bound_ranks_run_on_cores_that_no_other_rank_has(
 def start_nodes(script: str, environ: dict[str, str], *options: str) -> list[subprocess.Popen[str]]:
     """Two nodes of one rank each; the first to start is not the one with the store."""
     master = f"127.0.0.1:{unused_port()}"
-    common = [*PHALANX, "run", "--nnodes", "2", "--master", master, *options]
+    common = [*RUN, "--nnodes", "2", "--master", master, *options]
     return [start([*common, "--node-rank", str(node), script], environ) for node in (1, 0)]
 
 
@@ -259,7 +244,7 @@ def test_a_node_that_cannot_start_its_ranks_ends_the_job(
 ) -> None:
     script = write(tmp_path, "import time; time.sleep(60)")
     master = f"127.0.0.1:{unused_port()}"
-    words = [*PHALANX, "run", "--nnodes", "2", "--master", master]
+    words = [*RUN, "--nnodes", "2", "--master", master]
     few = ["sh", "-c", 'ulimit -n 40 && exec "$@"', "sh"]
     one = start([*few, *words, "-n", "40", "--node-rank", "1", script], environ)
     zero = start([*words, "--node-rank", "0", script], environ)
@@ -329,7 +314,7 @@ def test_ranks_clean_up_when_the_launcher_is_interrupted(
         "finally:\n"
         "    print('cleaned up', file=held, flush=True)\n",
     )
-    launcher = start([*PHALANX, "run", script, str(fifo)], environ)
+    launcher = start([*RUN, script, str(fifo)], environ)
     with fifo.open() as ranks:
         assert ranks.readline() == "ready\n"
         launcher.send_signal(signal.SIGINT)
@@ -354,15 +339,6 @@ def test_the_launcher_does_without_torch(tmp_path: Path, environ: dict[str, str]
     assert (codes, lines) == ([0, 0], ["[rank 0] 0 of 2 got 1", "[rank 1] 1 of 2 got 0"])
 
 
-def test_the_help_needs_neither_torch_nor_a_launcher() -> None:
-    program = (
-        "import sys; from phalanx.cli.app import app; app(['--help'], standalone_mode=False); "
-        "sys.exit(bool({'torch', 'ssl', 'phalanx.launch.run'} & {*sys.modules}))"
-    )
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    assert b"Train PyTorch models" in shown.stdout
-
-
 def test_no_word_of_another_makes_a_launcher_end_well_or_does_anything_to_a_terminal(
     tmp_path: Path, environ: dict[str, str]
 ) -> None:
@@ -374,7 +350,7 @@ def test_no_word_of_another_makes_a_launcher_end_well_or_does_anything_to_a_term
         "time.sleep(60)\n",
     )
     token, port = "a token of many letters", unused_port()
-    words = [*PHALANX, "run", "--nnodes", "2", "--master", f"127.0.0.1:{port}"]
+    words = [*RUN, "--nnodes", "2", "--master", f"127.0.0.1:{port}"]
     environ["PHALANX_TOKEN"] = token
     one, zero = (start([*words, "--node-rank", node, script], environ) for node in "10")
     assert one.stdout is not None
@@ -392,7 +368,7 @@ def test_no_word_of_another_makes_a_launcher_end_well_or_does_anything_to_a_term
 
 def test_nodes_with_different_tokens_do_not_meet(tmp_path: Path, environ: dict[str, str]) -> None:
     script, port = write(tmp_path, "pass"), unused_port()
-    words = [*PHALANX, "run", "--nnodes", "2", "--master", f"127.0.0.1:{port}"]
+    words = [*RUN, "--nnodes", "2", "--master", f"127.0.0.1:{port}"]
     zero, one = (
         start([*words, "--node-rank", node, script], {**environ, "PHALANX_TOKEN": node * 32})
         for node in "01"

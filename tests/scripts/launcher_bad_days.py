@@ -25,7 +25,8 @@ from time import monotonic, sleep
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "multiprocess"))
 
-from launchers import PHALANX, WAYS_TO_WAIT, Launch, launch
+from commands import PHALANX
+from launchers import WAYS_TO_WAIT, Launch, launch
 
 ALLOWED = 2.0  # seconds that a process may outlive its launcher
 POLITE = 3.5  # the same after a signal that ranks may answer first: they have two seconds

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "multiprocess"))
 
 import stock_program
-from launchers import PHALANX, environ_without_launcher
+from launchers import RUN, environ_without_launcher
 from mpi_jobs import MPIRUN
 from ports import unused_port
 from worlds import run_gloo
@@ -31,7 +31,7 @@ MPI = (MPIRUN or "mpirun", "--map-by", ":OVERSUBSCRIBE", "-n", "2", sys.executab
 LAUNCHERS: Mapping[str, tuple[tuple[str, ...], str]] = MappingProxyType(
     {
         "torchrun": (TORCHRUN, "env"),
-        "phalanx run": ((*PHALANX, "run", "-n", "2"), "env"),
+        "phalanx run": ((*RUN, "-n", "2"), "env"),
         "mpirun": (MPI, "env"),
         "env://": ((), "env"),
         "tcp://": ((), "tcp"),

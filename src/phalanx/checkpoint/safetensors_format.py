@@ -4,7 +4,7 @@
     header     JSON: {name: {dtype, shape, data_offsets: [begin, end]}}, padded with spaces
     data       the tensors' bytes; begin and end count from here
 
-Both checkpoints (`tensor_files.py`) and Hugging Face's files (`hugging_face.py`, `pretrained.py`)
+Both checkpoints (`tensor_files.py`) and Hugging Face's files (`pretrained.py`, `ops/interop/`)
 are in this format.
 """
 

@@ -22,12 +22,13 @@ import typer
 from phalanx.cli import bench, kubernetes, slurm, watch
 from phalanx.cli.checkpoint import checkpoint_app
 from phalanx.errors import MisuseError
+from phalanx.launch.command import run_command
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from phalanx.tools.doctor import Check
-    from phalanx.tools.machine import Finding
+    from phalanx.ops.machine import Finding
+    from phalanx.ops.observe.doctor import Check
 
 app = typer.Typer(
     name="phalanx",
@@ -43,7 +44,7 @@ app = typer.Typer(
 def _version(wanted: bool) -> None:
     if not wanted:
         return
-    from phalanx.tools.machine import installed_version  # noqa: PLC0415
+    from phalanx.ops.machine import installed_version  # noqa: PLC0415
 
     for package in ("phalanx", "torch"):
         typer.echo(f"{package} {installed_version(package) or '(not installed as a package)'}")
@@ -66,125 +67,7 @@ def _options(
 
 
 # Everything after the script is the script's, whatever it looks like.
-@app.command("run", context_settings={"allow_interspersed_args": False})
-def run_command(
-    *,
-    script: Annotated[
-        str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.")
-    ],
-    args: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", help="For the script, untouched.")
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            "-n",
-            "--ranks",
-            metavar="N",
-            help="How many ranks on this host.",
-            show_default="PET_NPROC_PER_NODE, or 1",
-        ),
-    ] = None,
-    module: Annotated[
-        bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as in python -m.")
-    ] = False,
-    nodes: Annotated[
-        int | None,
-        typer.Option(
-            "--nnodes",
-            metavar="N",
-            help="How many hosts, each with N ranks.",
-            show_default="PET_NNODES, or 1",
-        ),
-    ] = None,
-    node_rank: Annotated[
-        int | None,
-        typer.Option(
-            "--node-rank",
-            metavar="K",
-            help="Which of them this is, from 0.",
-            show_default="PET_NODE_RANK, JOB_COMPLETION_INDEX, or 0",
-        ),
-    ] = None,
-    master: Annotated[
-        str,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="A name of node 0 and a free port on it, for several hosts.",
-            show_default="PET_MASTER_ADDR:PET_MASTER_PORT",
-        ),
-    ] = "",
-    max_restarts: Annotated[
-        int,
-        typer.Option(metavar="N", help="How often to start all ranks again when one has failed."),
-    ] = 0,
-    grace: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="How long ranks may take to end after a signal (30 after SIGTERM, else 2).",
-        ),
-    ] = None,
-    bind: Annotated[
-        str,
-        typer.Option(
-            metavar="cores|numa",
-            help="Where each rank runs (Linux). cores: on cores of its own, as many for each rank; "
-            "more ranks than cores are refused. numa: on a memory node, whose cores its ranks "
-            "share; where there are more nodes than ranks, on as many for each. OMP_NUM_THREADS, "
-            "if unset, follows.",
-        ),
-    ] = "",
-    insecure: Annotated[
-        bool,
-        typer.Option(
-            "--insecure",
-            help="Run on several hosts without a token: everybody who reaches them can read what "
-            "ranks send, join the job, and end it.",
-        ),
-    ] = False,
-) -> None:
-    """Run a Python script on several ranks, on one host or on many.
-
-    Each rank calls `phalanx.init()` and finds its place. Every line of output is shown behind its
-    rank. When a rank fails the others are stopped, and its traceback comes last. Ctrl-C ends them
-    all, which may take two seconds; a second Ctrl-C does not wait.
-
-    One host, four ranks:
-
-        phalanx run -n 4 train.py --lr 0.1
-
-    Two hosts, the same on both but for the node rank, with a token that both have:
-
-        phalanx token > job.token
-
-        export PHALANX_TOKEN_FILE=job.token
-
-        phalanx run -n 4 --nnodes 2 --node-rank 0 --master node1:29500 train.py
-
-    In a pod of Kubernetes, options that are not given are what its controller has set: the
-    variables that stand below as defaults.
-    """
-    words = tuple(args or ())
-    # Here, for other commands and --help need none of it.
-    from phalanx.launch.kubernetes import read_pod  # noqa: PLC0415
-    from phalanx.launch.run import Job, run  # noqa: PLC0415
-
-    pod = read_pod(os.environ, ranks=ranks, nodes=nodes, node_rank=node_rank, master=master)
-    job = Job(
-        pod.ranks,
-        script,
-        words,
-        module,
-        pod.nodes,
-        pod.node_rank,
-        pod.master,
-        max_restarts,
-        grace,
-        bind,
-        insecure,
-    )
-    raise typer.Exit(run(job))
+app.command("run", context_settings={"allow_interspersed_args": False})(run_command)
 
 
 @app.command("token")
@@ -247,9 +130,9 @@ def trace_command(
     from rich.console import Console  # noqa: PLC0415 -- other commands need none of it
     from rich.table import Table  # noqa: PLC0415
 
-    from phalanx.tools.trace import page  # noqa: PLC0415
-    from phalanx.tools.trace.merged import merge, merged_file  # noqa: PLC0415
-    from phalanx.tools.trace.profile import STATES  # noqa: PLC0415
+    from phalanx.ops.observe.trace import page  # noqa: PLC0415
+    from phalanx.ops.observe.trace.merged import merge, merged_file  # noqa: PLC0415
+    from phalanx.ops.observe.trace.profile import STATES  # noqa: PLC0415
 
     path = merged_file(folder, output)
     html = page.page_beside(path) if as_html else None
@@ -322,7 +205,7 @@ def doctor_command(
 
         phalanx doctor > report.md
     """
-    from phalanx.tools.doctor import CHECKS  # noqa: PLC0415
+    from phalanx.ops.observe.doctor import CHECKS  # noqa: PLC0415
 
     raise typer.Exit(run_checks(CHECKS, as_json=as_json))
 
@@ -356,7 +239,7 @@ def _show_finding(console: Console, check: Check, finding: Finding, *, new_secti
     """Show one line: in colours on a terminal, as Markdown elsewhere."""
     from rich.markup import escape  # noqa: PLC0415
 
-    from phalanx.tools.doctor import as_markdown  # noqa: PLC0415
+    from phalanx.ops.observe.doctor import as_markdown  # noqa: PLC0415
 
     if not console.is_terminal:
         if new_section:

@@ -42,7 +42,7 @@ from phalanx import files
 from phalanx.errors import MisuseError
 
 if TYPE_CHECKING:
-    from phalanx.tools.bench.report import BenchReport
+    from phalanx.ops.bench.report import BenchReport
 
 _WIDEST = 1000
 """Characters of a line."""
@@ -156,8 +156,8 @@ def bench_command(
 
     `context.obj` may be a table of peers to choose from, as `benchmarks/other_libraries.py` has.
     """
-    from phalanx.tools.bench import peers, request, start  # noqa: PLC0415
-    from phalanx.tools.bench import report as reports  # noqa: PLC0415
+    from phalanx.ops.bench import peers, request, start  # noqa: PLC0415
+    from phalanx.ops.bench import report as reports  # noqa: PLC0415
 
     table = context.obj or peers.PEERS
     options: dict[str, Any] = {**context.params, "peers": table, "tune": tune is not None}
@@ -195,8 +195,8 @@ def _run_and_show(report: BenchReport) -> bool:
     from rich.console import Console  # noqa: PLC0415
     from rich.measure import Measurement  # noqa: PLC0415
 
-    from phalanx.tools.bench.report import notes, tables  # noqa: PLC0415
-    from phalanx.tools.bench.start import run_bench  # noqa: PLC0415
+    from phalanx.ops.bench.report import notes, tables  # noqa: PLC0415
+    from phalanx.ops.bench.start import run_bench  # noqa: PLC0415
 
     try:
         with Console(stderr=True).status("starting ranks") as status:

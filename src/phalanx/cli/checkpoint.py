@@ -191,9 +191,9 @@ def export_command(
 
     phalanx checkpoint export runs/a/0 out --format hf --part runs/a/1
     """
-    from phalanx.checkpoint.hugging_face import export_hugging_face, parse_size  # noqa: PLC0415
     from phalanx.checkpoint.stored import open_checkpoint  # noqa: PLC0415
     from phalanx.errors import MisuseError  # noqa: PLC0415
+    from phalanx.ops.interop.hugging_face import export_hugging_face, parse_size  # noqa: PLC0415
 
     if kind is Format.dcp and (config is not None or part or shard_size != "5GB"):
         raise MisuseError("--config, --part and --shard-size are of --format hf")
@@ -204,7 +204,7 @@ def export_command(
     parts = _done("export", lambda: [open_checkpoint(each, step) for each in part or ()])
     with _progress(f"export {kind.value}") as begin:
         if kind is Format.dcp:
-            from phalanx.checkpoint.dcp_export import export_dcp  # noqa: PLC0415
+            from phalanx.ops.interop.dcp_export import export_dcp  # noqa: PLC0415
 
             exported = _done(
                 "export",
@@ -262,7 +262,7 @@ def import_command(
 
     phalanx checkpoint import x.dcp runs/b --trust-pickle --model app.model --step 100
     """
-    from phalanx.checkpoint.dcp_import import import_dcp  # noqa: PLC0415
+    from phalanx.ops.interop.dcp_import import import_dcp  # noqa: PLC0415
 
     with _progress("import") as begin:
         imported = _done(

@@ -105,7 +105,7 @@ def kubernetes_command(
     max_restarts: Restarts = None,
 ) -> None:
     """Run `phalanx kubernetes`, whose help is this module's docstring."""
-    from phalanx.launch.kubernetes import (  # noqa: PLC0415 -- other commands need none of it
+    from phalanx.ops.clusters.kubernetes import (  # noqa: PLC0415 -- other commands need none of it
         KubernetesJob,
         as_yaml,
         make_manifest,

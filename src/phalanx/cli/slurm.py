@@ -58,7 +58,7 @@ def slurm_command(
 ) -> None:
     """Run `phalanx slurm`, whose help is this module's docstring."""
     from phalanx.launch.run import Job  # noqa: PLC0415
-    from phalanx.launch.slurm_job import BatchJob  # noqa: PLC0415 -- other commands need none of it
+    from phalanx.ops.clusters.slurm import BatchJob  # noqa: PLC0415 -- other commands need none of it
 
     run = Job(ranks, script, tuple(args or ()), module, nodes)
     job = BatchJob(run, time, partition, grace, tuple(sbatch or ()), folder)

@@ -33,8 +33,8 @@ from typer.core import TyperCommand
 from typing_extensions import override
 
 if TYPE_CHECKING:
-    from phalanx.launch.state import JobState
-    from phalanx.tools.watch.nodes import Read
+    from phalanx.ops.observe.watch.nodes import Read
+    from phalanx.ops.observe.watch.state import JobState
 
 MOST_PORTS = 65535
 
@@ -86,7 +86,7 @@ def watch_command(
     from rich.console import Console  # noqa: PLC0415 -- other commands need none of it
 
     from phalanx.errors import MisuseError  # noqa: PLC0415
-    from phalanx.tools.watch import gather, terminal  # noqa: PLC0415
+    from phalanx.ops.observe.watch import gather, terminal  # noqa: PLC0415
 
     if web is not None and (once or as_json):
         raise MisuseError("--web shows states on a page: leave --once and --json out")
@@ -121,7 +121,7 @@ def watch_command(
 
 def _serve(read: Read, port: int) -> JobState | None:
     """Show the job on a page until it has ended; return its last state."""
-    from phalanx.tools.watch import gather, web  # noqa: PLC0415
+    from phalanx.ops.observe.watch import gather, web  # noqa: PLC0415
 
     def ready(address: str) -> None:
         typer.echo(f"{address}  (Ctrl-C ends it)")

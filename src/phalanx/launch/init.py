@@ -41,9 +41,9 @@ from phalanx.errors import (
     CollectiveTimeoutError,
     DistributedError,
 )
-from phalanx.launch import metrics, slurm
+from phalanx.hooks import begin_observers, check_observers
+from phalanx.launch import slurm
 from phalanx.launch.environment import World, read_environment
-from phalanx.launch.publish import publish
 from phalanx.launch.store import connect_store
 from phalanx.native.meeting import (
     Meeting,
@@ -82,7 +82,7 @@ def init(backend: str = "auto", *, timeout: float = DEFAULT_TIMEOUT) -> Backend:
     environment that makes no sense raises what `read_environment` says.
     """
     check_name(backend)
-    metrics.wanted(os.environ)
+    check_observers(os.environ)
     world = read_environment(os.environ) or World(rank=0, world_size=1)
     if world.source == "slurm":
         slurm.die_with_step(os.environ)
@@ -90,8 +90,7 @@ def init(backend: str = "auto", *, timeout: float = DEFAULT_TIMEOUT) -> Backend:
         own_gpu = backend == "auto" and world.agent_store and not why_not_nccl(world.local_rank)
         world = rendezvous(world, timeout=timeout, own_gpu=own_gpu)
     made = make_backend(backend, world, timeout)
-    metrics.begin(made)
-    publish(made)
+    begin_observers(made, None, os.environ)
     announce(made)
     return made
 

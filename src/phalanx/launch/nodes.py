@@ -12,7 +12,7 @@
     ranks of generation 1, or the end          ranks of generation 1, or the end
 
 Every node writes one entry a generation: how it ended there. When somebody watches the job on a
-node, that one leaves word of it; then all write where they can be watched (watch_node.py).
+node, that one leaves word of it; then all write where they can be watched (observer.py).
 
 Programs of torch's need a port on rank 0's host for a store of their own. Node 0 keeps one free for
 each generation, and tells it when it joins, and with the entry of the generation before.
@@ -24,6 +24,7 @@ for its ranks alone, and agrees with itself.
 from __future__ import annotations
 
 import errno
+import hmac
 import math
 import secrets
 import socket
@@ -34,12 +35,12 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from phalanx.errors import BackendUnavailableError, DistributedError, MisuseError, plain
+from phalanx.launch.observer import NodePlace, OtherNodes
 from phalanx.launch.report import AGAIN, RankExit, describe_failure, root_cause
-from phalanx.launch.state import NodePlace, OtherNodes
 from phalanx.launch.store import StoreClient, StoreServer, connect_store, listen_for_store
-from phalanx.launch.watch_server import token_between_nodes
 from phalanx.native.meeting import tries
 from phalanx.transport.tcp.addresses import reserve_port
+from phalanx.transport.tcp.admission import find_token
 from phalanx.wire.control import Endpoint, learned, parse_address
 
 PATIENCE = 300  # seconds to wait for a node that does not join, or does not answer any more
@@ -383,7 +384,7 @@ class Nodes:
                 store.set(key, drawn)
             if drawn is None:
                 return
-            self._watch_token = token_between_nodes(drawn.decode())
+            self._watch_token = _token_of_watchers(drawn.decode())
             try:
                 said = {"address": listen(self.endpoint, self._watch_token, self._ranks)}
             except (OSError, DistributedError) as error:
@@ -398,3 +399,11 @@ class Nodes:
                     self._places[other] = msgspec.structs.replace(
                         place, address=plain(told.address), reason=plain(told.reason)
                     )
+
+
+def _token_of_watchers(drawn: str) -> str:
+    """Return by what the nodes of a job let each other's watchers in: it follows from the job's
+    token. `drawn` is it where there is none, as ranks have one of rank 0 then.
+    """
+    given = find_token()
+    return hmac.digest(given.encode(), b"phalanx watch", "sha256").hex() if given else drawn

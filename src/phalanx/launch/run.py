@@ -33,15 +33,15 @@ from types import FrameType
 from typing import Any
 
 from phalanx.errors import InvalidRankError, InvalidWorldSizeError, MisuseError
-from phalanx.launch import metrics
+from phalanx.hooks import check_observers
 from phalanx.launch.binding import Processors, bind, threads_per_rank
 from phalanx.launch.environment import STORE_VARIABLE
 from phalanx.launch.nodes import NodeExit, Nodes
+from phalanx.launch.observer import Observer, observer
 from phalanx.launch.output import RankPipes
 from phalanx.launch.reaper import GRACE, Reaper
 from phalanx.launch.report import AGAIN, RankExit, print_failure, print_restart, root_cause
 from phalanx.launch.supervisor import Supervisor, open_standard_streams
-from phalanx.launch.watch_node import NodeWatch
 from phalanx.launch.worker import RUN_SCRIPT
 from phalanx.transport.tcp.addresses import check_listening
 from phalanx.transport.tcp.admission import find_token
@@ -109,7 +109,7 @@ class Job:
                 "PHALANX_TOKEN_FILE=FILE there; or start all with --insecure, if everybody who "
                 "reaches these hosts may read, join and end the job"
             )
-        metrics.wanted(os.environ)
+        check_observers(os.environ)
         path, top = Path(self.target), self.target.partition(".")[0]
         if self.module:
             # Only the outermost name: looking further would import it, here.
@@ -158,7 +158,7 @@ def run(job: Job) -> int:
                 "phalanx: --insecure: everybody who reaches these hosts can read what the ranks "
                 "send, join the job as a rank, and end it\n"
             )
-        watch = NodeWatch(" ".join([job.target, *job.args]), job.node_rank, os.environ)
+        watch = observer(" ".join([job.target, *job.args]), job.node_rank, os.environ)
         with Reaper(watch.private) as reaper:
             launch = _Launch(job, reaper, signals, watch)
             try:
@@ -178,7 +178,7 @@ def run(job: Job) -> int:
 class _Launch:
     """One `phalanx run` on this host: generations of ranks, and what the nodes agree on."""
 
-    def __init__(self, job: Job, reaper: Reaper, signals: Signals, watch: NodeWatch) -> None:
+    def __init__(self, job: Job, reaper: Reaper, signals: Signals, watch: Observer) -> None:
         self._job = job
         self._watch = watch
         self._reaper = reaper

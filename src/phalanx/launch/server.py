@@ -1,4 +1,4 @@
-"""A server beside the mesh: the store (store.py), and that of a watched folder (watch_server.py).
+"""A server beside the mesh: the store (store.py), and that of watchers (`ops/observe/watch`).
 
 caller --> Acceptor (transport/tcp/admission.py) --> link_opened: a client that is in
            \\_______________ one thread, from the constructor until close() _______________/

@@ -37,15 +37,15 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 from phalanx.core.backend import DEFAULT_TIMEOUT
 from phalanx.core.call import check_world_size
 from phalanx.errors import MisuseError
-from phalanx.launch import metrics
+from phalanx.hooks import check_observers
 from phalanx.launch.binding import threads_per_rank
 from phalanx.launch.environment import World
 from phalanx.launch.init import check_name
+from phalanx.launch.observer import observer
 from phalanx.launch.output import RankPipes
 from phalanx.launch.reaper import Reaper
 from phalanx.launch.report import RankTraceback, describe_failure, error_line, root_cause
 from phalanx.launch.supervisor import Supervisor, open_standard_streams
-from phalanx.launch.watch_node import NodeWatch
 from phalanx.launch.worker import RUN_FUNCTION
 from phalanx.transport.tcp.addresses import listen_on
 
@@ -84,7 +84,7 @@ def spawn(
     """
     check_world_size(world_size)
     check_name(backend)
-    metrics.wanted(os.environ)
+    check_observers(os.environ)
     try:
         preparation = get_preparation_data("")
     except RuntimeError:  # which says it for `multiprocessing`
@@ -94,7 +94,7 @@ def spawn(
         ) from None
     call = _pickle(fn, preparation)
     open_standard_streams()
-    watch = NodeWatch(_name(fn), 0, os.environ)
+    watch = observer(_name(fn), 0, os.environ)
     how = "its launcher has ended"
     try:
         with (

@@ -168,9 +168,8 @@ def _import_main(preparation: dict[str, Any]) -> None:
 
 def _call(call: bytes, world: World, listener: int | None, backend: str, timeout: float) -> Any:
     """Return what the pickled function `call` returns for a new backend."""
-    from phalanx.launch import metrics  # noqa: PLC0415
+    from phalanx.hooks import begin_observers  # noqa: PLC0415
     from phalanx.launch.init import make_backend, why_not_nccl  # noqa: PLC0415 -- imports torch
-    from phalanx.launch.publish import publish  # noqa: PLC0415
 
     try:
         function: Callable[[Any], Any] = pickle.loads(call)
@@ -186,8 +185,7 @@ def _call(call: bytes, world: World, listener: int | None, backend: str, timeout
     if backend == "auto":  # all ranks are on this host, and count the same GPUs
         world = replace(world, nccl=not why_not_nccl(world.world_size - 1))
     made = make_backend(backend, world, timeout)
-    metrics.begin(made)
-    publish(made, world)
+    begin_observers(made, world, os.environ)
     try:
         result = function(made)
     except BaseException:

@@ -13,9 +13,8 @@ from xxhash import xxh3_64_hexdigest
 
 from phalanx.core.backend import Backend, SubBackend
 from phalanx.errors import BackendUnavailableError, DistributedError
-from phalanx.launch import metrics
+from phalanx.hooks import begin_observers, check_observers
 from phalanx.launch.init import announce
-from phalanx.launch.publish import publish
 from phalanx.torch_backend.errors import as_torch
 from phalanx.torch_backend.other_devices import OtherDevices, named_for_devices
 from phalanx.torch_backend.process_group import CONTAINS_BACKENDS, VERSION, PhalanxProcessGroup
@@ -37,7 +36,7 @@ def create_group(options: Any, backend_options: object) -> PhalanxProcessGroup:
         check_version()
         if VERSION < CONTAINS_BACKENDS:
             replace_all_gather_out()
-        metrics.wanted(os.environ)
+        check_observers(os.environ)
         named = named_for_devices(options.group_rank)
         timeout = options.timeout.total_seconds()
         default = _default_group() if options.global_ranks_in_group else None
@@ -51,8 +50,7 @@ def create_group(options: Any, backend_options: object) -> PhalanxProcessGroup:
             group = f"{options.group_id} {xxh3_64_hexdigest(repr(ranks).encode())}" if ranks else ""
             backend = meet(store, world_rank, options.group_size, timeout, group=group)
             if not options.global_ranks_in_group:  # it is the default group
-                metrics.begin(backend)
-                publish(backend)
+                begin_observers(backend, None, os.environ)
                 announce(backend)
         others = OtherDevices(backend, named, options, backend_options, store, world_rank)
     except DistributedError as error:

@@ -24,8 +24,8 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -34,15 +34,30 @@ from phalanx.collectives import PendingCollective, async_all_reduce_
 from phalanx.collectives.check_same import difference
 from phalanx.core.backend import Backend
 from phalanx.errors import DesyncError, MisuseError
-from phalanx.training.scalar_writers import RESERVED, TargetKind, Writer, parse
+from phalanx.hooks import LOGGERS, load
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 log = logging.getLogger("phalanx")
 
+RESERVED = ("step", "time")  # what a record has besides its scalars
 PATIENCE = 120.0
 """Seconds that `close` waits for a target: MLflow may need 30 for a new database."""
+
+
+class Writer(Protocol):
+    """Writes records, in the order of their steps. Raises what the file or logger raises."""
+
+    def write(self, step: int, means: Mapping[str, float]) -> None:
+        """Write the record of a step."""
+
+    def close(self) -> None:
+        """Write what is left, and let go of it."""
+
+
+WriterFactory = Callable[[str, int], Writer]
+"""Makes a writer of the name of the run, and of the first step that this process logs."""
 
 
 class Scalars:
@@ -58,7 +73,7 @@ class Scalars:
     belongs to the last step that it is of. Means are added up in float64. NaN is written as NaN.
 
     The first step that is logged says where this process goes on: what was written of that step and
-    of later ones is dropped, so that no step is there twice (`scalar_writers.py` says how; to
+    of later ones is dropped, so that no step is there twice (`ops/loggers.py` says how; to
     wandb, a run that resumes is another run). So a window that a checkpoint cuts is lost in part:
     save after multiples of `every` steps.
 
@@ -82,7 +97,8 @@ class Scalars:
             raise TypeError(f"Scalars takes a backend, such as phalanx.init(), not {backend!r}")
         if isinstance(to, str):
             raise TypeError(f"to={to!r}: it takes a list, such as [{to!r}]")
-        targets = {each: parse(each) for each in to}
+        loggers: Any = load(LOGGERS, f"Scalars(to={list(to)!r})") if to else None
+        targets: dict[str, WriterFactory] = {each: loggers.parse(each) for each in to}
         if len(targets) < len(to):
             raise ValueError(f"to={list(to)!r} has a target twice")
         self._every = operator.index(every)
@@ -106,7 +122,7 @@ class Scalars:
         name = name or os.path.splitext(os.path.basename(sys.argv[0]))[0] or "run"
         self._targets: list[_Target] = []
         if backend.rank == 0:
-            self._targets = [_Target(each, *targets[each], name) for each in to]
+            self._targets = [_Target(each, targets[each], name) for each in to]
 
     def log(self, step: int, **values: SupportsFloat) -> None:
         """Note numbers of a step that has ended. Every rank calls it, with the same names.
@@ -278,9 +294,9 @@ _Record = tuple[int, int, dict[str, float]]
 class _Target:
     """Where rank 0 writes: records go to a thread of its own, since to write may take long."""
 
-    def __init__(self, to: str, kind: TargetKind, target: str, name: str) -> None:
+    def __init__(self, to: str, make: WriterFactory, name: str) -> None:
         self.records: queue.SimpleQueue[_Record | None] = queue.SimpleQueue()
-        self._to, self._kind, self._target, self._name = to, kind, target, name
+        self._to, self._make, self._name = to, make, name
         self._warned = False
         self._thread = threading.Thread(target=self._run, name=f"scalars to {to}", daemon=True)
         self._thread.start()
@@ -293,7 +309,7 @@ class _Target:
             begun = first if begun is None else begun
             try:
                 if writer is None:
-                    writer = self._kind.make(self._target, self._name, begun)
+                    writer = self._make(self._name, begun)
                 writer.write(step, means)
             except Exception as error:
                 self._warn(f"the record of step {step}", error)

@@ -1,0 +1,65 @@
+"""Where the library starts something of `phalanx.ops`, which it never imports: one table.
+
+    who starts it                what asks for it                    what is started
+    a rank, as its group forms   PHALANX_METRICS                     ops/observe/metrics.py
+                                 PHALANX_WATCH                       ops/observe/watch/publish.py
+    a launcher, with its ranks   nothing: every job can be watched   ops/observe/watch/launcher.py
+    Scalars                      a target, such as "jsonl:FILE"      ops/loggers.py
+
+A module is imported when it is asked for. The library works without `phalanx.ops`: what is asked
+for is then refused in words, on every rank before anything is sent.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import Any
+
+from phalanx.errors import MisuseError
+
+OPS = "phalanx.ops"
+OF_RANKS: Mapping[str, str] = MappingProxyType(
+    {"PHALANX_METRICS": f"{OPS}.observe.metrics", "PHALANX_WATCH": f"{OPS}.observe.watch.publish"}
+)
+"""The variable that asks for it, and its module: `check(environ)`, `begin(backend, world)`."""
+OF_LAUNCHERS = f"{OPS}.observe.watch.launcher"
+LOGGERS = f"{OPS}.loggers"
+
+
+def check_observers(environ: Mapping[str, str]) -> None:
+    """Raise `MisuseError` for a variable that asks for what cannot be, or is not installed."""
+    for _, module in _asked_for(environ):
+        module.check(environ)
+
+
+def begin_observers(backend: Any, world: Any, environ: Mapping[str, str]) -> None:
+    """Start what the environment asks for, in a rank that has its backend.
+
+    world   its place in the job, if the launcher has told it otherwise than by the environment
+    """
+    for _, module in _asked_for(environ):
+        module.begin(backend, world)
+
+
+def load(module: str, asked_by: str) -> Any:
+    """Return a module of `phalanx.ops`; `MisuseError` if that is not installed."""
+    if not has_ops():
+        raise MisuseError(
+            f"{asked_by} needs {OPS}, which this installation of Phalanx does not have: install "
+            "the whole package, or leave it out"
+        )
+    return importlib.import_module(module)
+
+
+def has_ops() -> bool:
+    """Return whether `phalanx.ops` is installed."""
+    return find_spec(OPS) is not None
+
+
+def _asked_for(environ: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    for variable, module in OF_RANKS.items():
+        if environ.get(variable, "").strip():
+            yield variable, load(module, f"{variable}={environ[variable]}")

@@ -1,0 +1,128 @@
+"""The options of `phalanx run`, which are those of `python -m phalanx.launch`."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+
+def run_command(
+    *,
+    script: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.")
+    ],
+    args: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGS]...", help="For the script, untouched.")
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "-n",
+            "--ranks",
+            metavar="N",
+            help="How many ranks on this host.",
+            show_default="PET_NPROC_PER_NODE, or 1",
+        ),
+    ] = None,
+    module: Annotated[
+        bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as in python -m.")
+    ] = False,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            "--nnodes",
+            metavar="N",
+            help="How many hosts, each with N ranks.",
+            show_default="PET_NNODES, or 1",
+        ),
+    ] = None,
+    node_rank: Annotated[
+        int | None,
+        typer.Option(
+            "--node-rank",
+            metavar="K",
+            help="Which of them this is, from 0.",
+            show_default="PET_NODE_RANK, JOB_COMPLETION_INDEX, or 0",
+        ),
+    ] = None,
+    master: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="A name of node 0 and a free port on it, for several hosts.",
+            show_default="PET_MASTER_ADDR:PET_MASTER_PORT",
+        ),
+    ] = "",
+    max_restarts: Annotated[
+        int,
+        typer.Option(metavar="N", help="How often to start all ranks again when one has failed."),
+    ] = 0,
+    grace: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="How long ranks may take to end after a signal (30 after SIGTERM, else 2).",
+        ),
+    ] = None,
+    bind: Annotated[
+        str,
+        typer.Option(
+            metavar="cores|numa",
+            help="Where each rank runs (Linux). cores: on cores of its own, as many for each rank; "
+            "more ranks than cores are refused. numa: on a memory node, whose cores its ranks "
+            "share; where there are more nodes than ranks, on as many for each. OMP_NUM_THREADS, "
+            "if unset, follows.",
+        ),
+    ] = "",
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure",
+            help="Run on several hosts without a token: everybody who reaches them can read what "
+            "ranks send, join the job, and end it.",
+        ),
+    ] = False,
+) -> None:
+    """Run a Python script on several ranks, on one host or on many.
+
+    Each rank calls `phalanx.init()` and finds its place. Every line of output is shown behind its
+    rank. When a rank fails the others are stopped, and its traceback comes last. Ctrl-C ends them
+    all, which may take two seconds; a second Ctrl-C does not wait.
+
+    One host, four ranks:
+
+        phalanx run -n 4 train.py --lr 0.1
+
+    Two hosts, the same on both but for the node rank, with a token that both have:
+
+        phalanx token > job.token
+
+        export PHALANX_TOKEN_FILE=job.token
+
+        phalanx run -n 4 --nnodes 2 --node-rank 0 --master node1:29500 train.py
+
+    In a pod of Kubernetes, options that are not given are what its controller has set: the
+    variables that stand below as defaults.
+    """
+    words = tuple(args or ())
+    # Here, for other commands and --help need none of it.
+    from phalanx.launch.pod import read_pod  # noqa: PLC0415
+    from phalanx.launch.run import Job, run  # noqa: PLC0415
+
+    pod = read_pod(os.environ, ranks=ranks, nodes=nodes, node_rank=node_rank, master=master)
+    job = Job(
+        pod.ranks,
+        script,
+        words,
+        module,
+        pod.nodes,
+        pod.node_rank,
+        pod.master,
+        max_restarts,
+        grace,
+        bind,
+        insecure,
+    )
+    raise typer.Exit(run(job))

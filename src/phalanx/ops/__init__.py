@@ -1,0 +1,1 @@
+"""What serves jobs from outside: seeing them, clusters, other people's files, benches, loggers."""

@@ -1,0 +1,489 @@
+"""One rank of a benchmark: makes the peers, goes through operations and sizes, holds the clock.
+
+Every rank does the same, in the same order; what one of them cannot do, none does. As a program it
+is `python -m phalanx.ops.bench.rank FOLDER [SCRIPT]...`: FOLDER/request.json says what to
+measure, scripts bring further peers, and rank 0 writes what it finds to FOLDER/found.jsonl.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import itertools
+import os
+import platform
+import runpy
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from types import MappingProxyType
+
+import msgspec
+import torch
+from torch import Tensor
+
+from phalanx.collectives.tuning import root_of
+from phalanx.core.recorder import LOG_VARIABLE
+from phalanx.launch.environment import read_environment
+from phalanx.launch.init import init
+from phalanx.launch.reaper import die_with_parent
+from phalanx.ops.bench.operations import (
+    OPERATIONS,
+    BenchOperation,
+    PreparedCall,
+    count_wrong,
+    fill,
+    kinds_for,
+    longest_stretch,
+    values_of,
+)
+from phalanx.ops.bench.peer import Peer, RankContext
+from phalanx.ops.bench.peers import MACHINE, PEERS, PeerTable, Phalanx
+from phalanx.ops.bench.request import (
+    PEAK,
+    BackendInfo,
+    BenchRequest,
+    Entry,
+    LeftOut,
+    Message,
+    Peak,
+    ResultLine,
+    show_size,
+)
+from phalanx.ops.machine import read_sizes
+from phalanx.wire.control import learned
+
+REQUEST, FOUND = "request.json", "found.jsonl"
+
+Tell = Callable[[Message], None]
+
+
+def main(folder: Path, scripts: Sequence[str]) -> None:
+    """Be a rank, as a program of its own."""
+    die_with_parent(os.getppid())
+    request = msgspec.json.decode((folder / REQUEST).read_bytes(), type=learned(BenchRequest))
+    peers = dict(PEERS)
+    for script in scripts:
+        peers |= runpy.run_path(script)["PEERS"]
+
+    def tell(message: Message) -> None:
+        with (folder / FOUND).open("ab") as file:
+            file.write(msgspec.json.encode(message) + b"\n")
+
+    run_rank(request, peers, tell)
+
+
+def run_rank(request: BenchRequest, peers: PeerTable, hear: Tell) -> None:
+    """This rank's part; `hear` is called on rank 0, with what is found as it is found."""
+    torch.set_num_threads(request.threads)
+    world = read_environment(os.environ)
+    os.environ.setdefault(LOG_VARIABLE, "warning")  # the report is all that is to be seen
+    with init("tcp", timeout=request.timeout) as backend:
+        tell: Tell = hear if backend.rank == 0 else lambda message: None
+        master = world.master_addr if world is not None else ""
+        # Half: who waits for a peer is waited for, too.
+        context = RankContext(backend, master, request.timeout / 2, request.width)
+        local_rank = world.local_rank if world is not None else backend.rank
+        with (
+            busy_processes(0 if local_rank else request.beside),
+            _make_peers(request, peers, context, tell) as made,
+        ):
+            for name in request.operations:
+                if request.measure == (PEAK,):  # there should be one peer only
+                    for peer_name, peer in made.items():
+                        tell(measure_peak(peer_name, peer, OPERATIONS[name], request, context))
+                else:
+                    _sweep(request, OPERATIONS[name], made, context, tell)
+        backend.barrier()
+
+
+_BUSY = """
+import os
+parent = os.getppid()
+while os.getppid() == parent:
+    sum(range(100_000))
+"""
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """So many processes that compute all the time; they end with this one."""
+    command = [sys.executable, "-I", "-S", "-c", _BUSY]
+    processes = [subprocess.Popen(command, stdin=subprocess.DEVNULL) for _ in range(count)]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def _make_peers(
+    request: BenchRequest, peers: PeerTable, context: RankContext, tell: Tell
+) -> Iterator[dict[str, Peer]]:
+    """All that were requested and can be made on every rank."""
+    made: dict[str, Peer] = {}
+    ranks = context.backend.world_size
+    try:
+        for name in request.backends:
+            tell(f"{ranks} ranks: starting {name}")
+            problem = context.problem(peers[name].lacks())
+            peer: Peer | None = None
+            if not problem:
+                peer, problem = context.attempt(partial(peers[name].make, context))
+            if peer is not None:
+                made[name] = peer
+            if problem:
+                tell(LeftOut(name, ranks, problem))
+                if peer is not None:  # only another rank cannot have it
+                    with suppress(Exception):
+                        made.pop(name).close()
+            elif isinstance(peer, Phalanx):
+                root = root_of(peer.backend)
+                tell(BackendInfo(name, type(root).__name__, root.topology))
+        yield made
+    finally:
+        for peer in made.values():
+            with suppress(Exception):  # what was measured counts
+                peer.close()
+
+
+def _sweep(
+    request: BenchRequest,
+    operation: BenchOperation,
+    peers: Mapping[str, Peer],
+    context: RankContext,
+    tell: Tell,
+) -> None:
+    """Time and check everybody on one operation, through the sizes."""
+    ranks = context.backend.world_size
+
+    def leave_out(peer: str, reason: str) -> None:
+        tell(LeftOut(peer, ranks, reason, operation.name))
+
+    entries = {str(entry): entry for entry in _entries(request, operation, peers, leave_out)}
+    for size in request.sizes if operation.moves else (0,):
+        where = f"{operation.name}, {ranks} ranks, {show_size(size)}"
+        context.buffers.clear()
+        calls: dict[str, PreparedCall] = {}
+        failures: dict[str, str] = {}
+        for name, entry in entries.items():
+            prepare = partial(peers[entry.peer].prepare, operation, size)
+            prepared, problem = context.attempt(partial(prepare, entry.memory, entry.algorithm))
+            if problem:
+                failures[name] = problem
+            elif prepared is not None:
+                calls[name] = prepared
+        failures |= time_rounds(
+            calls,
+            context,
+            rounds=request.rounds,
+            seconds=request.seconds,
+            back_to_back=request.back_to_back,
+            say=lambda text: tell(f"{where}: {text}"),  # noqa: B023 -- said at once
+        )
+        for name, reason in failures.items():
+            leave_out(name, reason)
+            del entries[name]
+        for name, entry in entries.items():
+            call = calls[name]
+            line = ResultLine(
+                operation=operation.name,
+                ranks=ranks,
+                bytes=4 * operation.fitting(ranks, size),
+                entry=entry,
+                calls=call.calls,
+                seconds=call.seconds,
+                bus=call.operation.bus(ranks),
+                wrong=call.wrong if call.is_checked else None,
+            )
+            tell(line)
+
+
+def _entries(
+    request: BenchRequest,
+    operation: BenchOperation,
+    peers: Mapping[str, Peer],
+    leave_out: Callable[[str, str], None],
+) -> Iterator[Entry]:
+    """Who takes part, in what memory, with which algorithms."""
+    for name, peer in peers.items():
+        if operation.name not in peer.does:
+            if name not in MACHINE:
+                leave_out(name, "it has no such operation")
+            continue
+        kinds = [k for k in kinds_for(operation, request.memories) if k in peer.memories]
+        if name in MACHINE or "ordinary" not in peer.memories:  # whatever was requested
+            kinds = list(peer.memories)
+        elif not kinds:
+            requested = ", ".join(request.memories)
+            leave_out(name, f"it has no memory of a kind requested ({requested})")
+        known = peer.algorithms(operation)  # `auto` is the first
+        meaning = {"all": known, "fixed": known[1:]}
+        words = [name for word in request.algorithms for name in meaning.get(word, (word,))]
+        named = list(dict.fromkeys(name for name in words if name in known)) or ["auto"]
+        for kind, algorithm in itertools.product(kinds, named):
+            yield Entry(name, kind, algorithm)
+
+
+# ------------------------------------------------------------------------------
+# The clock: rounds of the entries, interleaved.
+#
+#     round 1   A A A A   B B   C C C C C C
+#     round 2   B B   C C C C C C   A A A A         each begins in turn, after a barrier
+#     ...
+#
+# A round of one entry is so many calls, one after the other, that small messages can be timed; how
+# many is measured beforehand, and the same on every rank. Its time is that of the slowest rank (the
+# NCCL tests' `-a 3`): an operation is over when the last rank has its result. Calls are done in
+# stretches; before a stretch memory is written anew, after it results are looked at, and meanwhile
+# the clock stands still.
+#
+# The mean of a few calls is small for a root that runs ahead, and no call has waited for the last
+# of a round. Back to back, rounds have many calls, each is timed, and a rank's time is its median.
+
+_MOST_CALLS = 10_000
+MANY_CALLS = 20
+
+
+def time_rounds(
+    calls: Mapping[str, PreparedCall],
+    context: RankContext,
+    *,
+    rounds: int,
+    seconds: float,
+    back_to_back: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, str]:
+    """Time all of the calls; every rank calls this with the same ones.
+
+    A round should take so many `seconds` where calls are short; `say` is told what is being done.
+    Returns, for those that could not do it, the reason.
+    """
+    failures: dict[str, str] = {}
+    order: list[PreparedCall] = []
+    for name, call in calls.items():
+        say(f"{name}: warming up")
+        if problem := _warm_up(call, context, seconds, MANY_CALLS if back_to_back else 1):
+            failures[name] = problem
+        else:
+            order.append(call)
+    for number in range(rounds if order else 0):
+        say(f"round {number + 1} of {rounds}")
+        own = [0.0] * len(order)
+        for turn in range(number, number + len(order)):
+            place = turn % len(order)
+            call = order[place]
+            context.backend.barrier()
+            call.filled = False
+            spent = _run(call, call.calls, context, each=back_to_back)
+            one = statistics.median(spent) if back_to_back else sum(spent) / call.calls
+            own[place] = one / call.operation.trips
+        for call, *by_rank in zip(order, *context.gather(own), strict=True):
+            call.seconds.append(max(by_rank))
+    for call in order:
+        call.wrong = sum(context.gather(call.wrong))
+    return failures
+
+
+def _warm_up(call: PreparedCall, context: RankContext, seconds: float, least: int) -> str:
+    """Find out how many calls make a round; return why it cannot be done, or nothing."""
+    calls, passes = 1, 0
+    while True:
+        context.backend.barrier()
+        own, problem = context.attempt(partial(_run, call, calls, context))
+        if own is None or problem:
+            return problem.partition("\n")[0]
+        passes += 1
+        spent = max(context.gather(sum(own)))
+        wanted = min(_MOST_CALLS, round(seconds * calls / max(spent, 1e-9)))
+        wanted = max(call.operation.least, least, wanted)
+        # The first pass connects, compiles and touches memory: it says little.
+        if passes > 1 and (spent > seconds / 2 or calls >= wanted):
+            call.calls = wanted
+            return ""
+        calls = min(wanted, 8 * calls)
+
+
+def _run(
+    call: PreparedCall, calls: int, context: RankContext, *, each: bool = False
+) -> list[float]:
+    """The seconds of as many calls: of each, or of stretches. Counts what comes out wrong."""
+    operation, seconds = call.operation, list[float]()
+    rank, size = context.backend.rank, context.backend.world_size
+    expected = values_of(operation.expected, rank, size, call.n)
+    summed_up = operation.name == "all_reduce" and call.in_place
+    longest = longest_stretch(operation, size, in_place=call.in_place)
+    while calls:
+        stretch = min(calls, longest)
+        calls -= stretch
+        if expected and not call.in_place:
+            fill(call.out, ())
+        if call.in_place or not call.filled:
+            fill(call.source, values_of(operation.given, rank, size, call.n))
+            call.load()
+            call.filled = True
+        seconds += _time(call, stretch, each=each)
+        call.store()
+        call.wrong += call.count_wrong(stretch)
+        factor = float(size) ** (stretch - 1) if summed_up else 1.0
+        call.wrong += count_wrong(call.out, expected, factor)
+    return seconds
+
+
+def _time(call: PreparedCall, calls: int, *, each: bool) -> list[float]:
+    once, finish = call.call, call.finish
+    result: object = None
+    seconds: list[float] = []
+    began = perf_counter()
+    for _ in range(calls):
+        result = once()
+        if each:
+            ended = perf_counter()
+            seconds.append(ended - began)
+            began = ended
+    finish()
+    seconds.append(perf_counter() - began)
+    if each:  # what the last call left to be done
+        seconds[-2:] = [sum(seconds[-2:])]
+    if call.fresh and isinstance(result, Tensor):
+        call.out = result
+    return seconds
+
+
+# ------------------------------------------------------------------------------
+# The peak of memory of a training step. Each library is measured in fresh processes: those that are
+# timed hold all libraries, and what one has freed another uses again.
+#
+#     a small step       what is loaded, connected and started once is not counted
+#     the model is made  -> `building`: whole on each rank, as users do, then wrapped
+#     some steps         -> `training`
+
+_SMALL = 8
+"""The width of layers that count for nothing."""
+
+
+def measure_peak(
+    name: str, peer: Peer, operation: BenchOperation, request: BenchRequest, context: RankContext
+) -> Peak | LeftOut:
+    """What the peer's steps take on each rank. Every rank calls it, and gets the same."""
+    found: list[int] = []
+
+    def phases() -> Iterator[None]:
+        """What a rank does, phase by phase; appends what it has at most, and shares."""
+        width, peer.width = peer.width, _SMALL
+        step = peer.prepare(operation, 0)
+        step.call()
+        step.call()
+        peer.width = width
+        del step
+        yield
+        meter = Meter()
+        yield
+        step = peer.prepare(operation, 0)
+        yield  # what is shared by two counts half for each, once both have it
+        found.append(meter.peak())
+        yield  # where ranks are threads, they have one peak
+        meter.reset()
+        yield
+        for _ in range(request.steps):
+            step.call()
+        yield
+        found.extend([meter.peak(), meter.shared()])
+
+    over: str | None = ""
+    phase = phases()
+    while not over:  # all ranks begin each phase together
+        over, problem = context.attempt(lambda: next(phase, "over"))
+        if problem:
+            return LeftOut(name, context.backend.world_size, problem, operation.name)
+    building, training, shared = map(list, zip(*context.gather(found), strict=True))
+    return Peak(
+        operation=operation.name,
+        ranks=context.backend.world_size,
+        peer=name,
+        gives_back=request.gives_back,
+        steps=request.steps,
+        building=building,
+        training=training,
+        shared=shared,
+    )
+
+
+# How much memory a process has, and had at most, is read from Linux's /proc:
+#
+#     peak       VmHWM: the most pages that were resident at the same time since the last reset,
+#                which is a 5 written to /proc/self/clear_refs (proc(5)). Nothing is missed between
+#                two looks, since the kernel keeps it
+#     pages that processes share
+#                RssShmem counts those that this process has touched, wholly, in each process. Of
+#                /proc/self/smaps_rollup, Pss_Shmem divides each page by the processes that have it,
+#                so that the sum over all ranks is what the host has given
+
+GIVES_BACK: Mapping[str, str] = MappingProxyType({"MALLOC_MMAP_THRESHOLD_": "65536"})
+"""The environment in which glibc's malloc gives the memory of a tensor back as soon as it is freed.
+
+Else it raises that threshold by itself, up to 32 MiB, and keeps what is freed below it: what is
+resident is then what was ever needed, and what lies unused between (mallopt(3))."""
+
+
+def gives_back() -> bool:
+    """Whether `GIVES_BACK` means something here."""
+    return platform.libc_ver()[0] == "glibc"
+
+
+def lacks_peaks() -> str:
+    """Why peaks cannot be measured here; empty if they can."""
+    try:
+        Meter()
+    except (OSError, KeyError) as error:
+        return (
+            "the peak of a process is read from /proc/self/status and smaps_rollup, and reset by "
+            f"/proc/self/clear_refs, of Linux: {type(error).__name__}: {error}"
+        )
+    return ""
+
+
+class Meter:
+    """What this process has taken since it was made, in bytes."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        if gives_back():  # what was freed, too: it would hide what comes
+            ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
+        self.reset()
+        before = _read_pages()
+        self._before = before | {"VmHWM": before["VmRSS"]}
+
+    def reset(self) -> None:
+        """Forget the peak: from now on it is that of what follows."""
+        Path("/proc/self/clear_refs").write_text("5")
+
+    def peak(self) -> int:
+        """This rank's share of the most that it had since the last reset.
+
+        That is what it has for itself, and its part of what is shared, peak - RssShmem + Pss_Shmem,
+        with the last two as they are now: pages stay when they have been touched once.
+        """
+        grown = {name: now - self._before[name] for name, now in _read_pages().items()}
+        return grown["VmHWM"] - grown["RssShmem"] + grown["Pss_Shmem"]
+
+    def shared(self) -> int:
+        """Its part of what it shares with others now. The sum over the ranks is the host's."""
+        return _read_pages()["Pss_Shmem"] - self._before["Pss_Shmem"]
+
+
+def _read_pages() -> dict[str, int]:
+    """Bytes that are resident now and at most, and the shared ones of them, by Linux's names."""
+    found = read_sizes("/proc/self/status") | read_sizes("/proc/self/smaps_rollup")
+    return {name: found[name] for name in ("VmRSS", "VmHWM", "RssShmem", "Pss_Shmem")}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,419 @@
+"""A benchmark's figures: as tables to read, with notes; as JSON for programs; as a picture; and as
+the table that `auto` reads."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+from rich.table import Table
+
+from phalanx.collectives.schedules import COLLECTIVES
+from phalanx.collectives.tuning import FORMAT, Tuning, TuningTable
+from phalanx.errors import MisuseError
+from phalanx.files import replacing
+from phalanx.ops.bench.operations import OPERATIONS, task_of
+from phalanx.ops.bench.peers import MACHINE, PEERS, PeerTable
+from phalanx.ops.bench.request import (
+    BackendInfo,
+    BenchRequest,
+    Entry,
+    LeftOut,
+    Message,
+    Peak,
+    ResultLine,
+    show_size,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_ALONE = "alone"
+"""The peer whose training step is compared with the others': it has no communication."""
+
+_BUSY = 0.25
+"""Processes for each core, beyond which figures are doubtful."""
+
+
+@dataclass
+class BenchReport:
+    """What was requested, of which peers, on what machine, and what was found."""
+
+    request: BenchRequest
+    ranks: list[int]
+    machine: dict[str, Any]
+    peers: PeerTable = field(default_factory=lambda: PEERS, repr=False)
+    lines: list[ResultLine] = field(default_factory=list)
+    left_out: list[LeftOut] = field(default_factory=list)
+    backends: list[BackendInfo] = field(default_factory=list)
+    peaks: list[Peak] = field(default_factory=list)
+
+    def add(self, message: Message) -> None:
+        """Keep it, unless it is mere progress."""
+        if isinstance(message, ResultLine):
+            self.lines.append(message)
+        elif isinstance(message, LeftOut):
+            self.left_out.append(message)
+        elif isinstance(message, BackendInfo):
+            self.backends.append(message)
+        elif isinstance(message, Peak):
+            self.peaks.append(message)
+
+    @property
+    def wrong(self) -> list[ResultLine]:
+        """The lines with wrong results."""
+        return [line for line in self.lines if line.wrong]
+
+    def beside(self, line: ResultLine, peer: str) -> ResultLine | None:
+        """The same as measured with `peer`: with the same kind of memory, or else its own."""
+        wanted = line.operation, line.ranks, line.bytes
+        there = {
+            other.entry: other
+            for other in self.lines
+            if (other.operation, other.ranks, other.bytes) == wanted
+        }
+        return there.get(Entry(peer, line.entry.memory)) or there.get(Entry(peer))
+
+
+# ------------------------------------------------------------------------------
+# Figures, and JSON of them.
+
+
+def _indented(value: object) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
+
+
+def as_json(report: BenchReport) -> bytes:
+    """What was requested, the machine, and for each line its figures and all rounds.
+
+    For peaks of memory: what every rank had, in bytes, beside the plain theory.
+    """
+    left_out = [msgspec.structs.asdict(left) for left in report.left_out]
+    return _indented(
+        {
+            "ask": report.request,
+            "machine": report.machine,
+            "left_out": left_out,
+            "lines": [_figures(report, line) for line in report.lines],
+            "peaks": [_peak_figures(report, peak) for peak in report.peaks],
+        }
+    )
+
+
+def _figures(report: BenchReport, line: ResultLine) -> dict[str, Any]:
+    low, high = line.quartiles
+    bandwidth = line.bytes / line.median / 1e9
+    base, alone = (report.beside(line, peer) for peer in (report.request.baseline, _ALONE))
+    return {
+        "operation": line.operation,
+        "ranks": line.ranks,
+        "bytes": line.bytes,
+        "contender": str(line.entry),
+        **msgspec.structs.asdict(line.entry),
+        "calls": line.calls,
+        "median_us": line.median * 1e6,
+        "quartiles_us": [low * 1e6, high * 1e6],
+        "lowest_us": min(line.seconds) * 1e6,
+        "highest_us": max(line.seconds) * 1e6,
+        "algorithm_GBps": bandwidth,
+        "bus_GBps": bandwidth * line.bus,  # comparable with what one link can carry
+        f"of_{_ALONE}": line.times(alone) if alone else None,
+        f"times_{report.request.baseline}": base.times(line) if base else None,
+        "wrong": line.wrong,
+        "rounds_us": [seconds * 1e6 for seconds in line.seconds],
+    }
+
+
+def _peak_figures(report: BenchReport, peak: Peak) -> dict[str, Any]:
+    task = task_of(peak.operation, report.request.width)
+    return {
+        "operation": peak.operation,
+        "ranks": peak.ranks,
+        "peer": peak.peer,
+        "gives_back": peak.gives_back,
+        "steps": peak.steps,
+        "building_bytes": peak.building,
+        "training_bytes": peak.training,
+        "shared_bytes": peak.shared,
+        "parameter_bytes": task.model_bytes,
+        "gradient_bytes": task.model_bytes,
+        "layer_bytes": task.layer_bytes,
+    }
+
+
+# ------------------------------------------------------------------------------
+# Tables.
+
+
+def tables(report: BenchReport) -> Iterator[Table]:
+    """A table for each operation and number of ranks, and then those of peaks of memory."""
+    by_operation = itertools.groupby(report.lines, key=lambda line: (line.operation, line.ranks))
+    for (operation, ranks), lines in by_operation:
+        yield _table(report, operation, ranks, list(lines))
+
+    def kind(peak: Peak) -> tuple[int, str, bool]:
+        return (peak.ranks, peak.operation, peak.gives_back)
+
+    for _, peaks in itertools.groupby(sorted(report.peaks, key=kind), key=kind):
+        yield _peak_table(list(peaks), report.request.baseline)
+
+
+def _new_table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for heading in headings:
+        side: Literal["left", "right"] = "right" if heading else "left"
+        table.add_column(heading, justify=side, no_wrap=True)
+    return table
+
+
+def _table(report: BenchReport, operation: str, ranks: int, lines: list[ResultLine]) -> Table:
+    row, baseline = OPERATIONS[operation], report.request.baseline
+    title = f"{operation}, {ranks} ranks{report.request.circumstances}"
+    rates = {"alg GB/s": "algorithm_GBps", "bus GB/s": "bus_GBps"}
+    if row.training:
+        title += f": {task_of(operation, report.request.width)}"
+        rates = {f"of {_ALONE}": f"of_{_ALONE}"}
+    table = _new_table(
+        title, *("bytes", "", "us", "lowest", "quartiles", *rates, f"x {baseline}", "wrong")
+    )
+    digits = 2 if row.training else 3
+    for size, group in itertools.groupby(lines, lambda line: line.bytes):
+        table.add_section()
+        for number, line in enumerate(group):
+            figures, is_machine = _figures(report, line), line.entry.peer in MACHINE
+            is_base = report.beside(line, baseline) == line
+            moved = row.training or row.moves  # of a barrier there is no bandwidth
+            table.add_row(
+                show_size(size) if number == 0 and row.moves else "",
+                figures["contender"],
+                _us(figures["median_us"]),
+                _us(figures["lowest_us"]),
+                " - ".join(map(_us, figures["quartiles_us"])),
+                *(_ratio(figures[name], digits) if moved else "" for name in rates.values()),
+                "" if is_base or is_machine else _ratio(figures[f"times_{baseline}"]),
+                _wrong(line.wrong),
+                style="dim" if is_machine else "",
+            )
+    return table
+
+
+def _ratio(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _wrong(count: int | None) -> str:
+    if count is None:
+        return ""
+    return f"[bold red]{count}[/bold red]" if count else "0"
+
+
+def _us(us: float) -> str:
+    return f"{us:,.1f}" if us < 100 else f"{us:,.0f}"
+
+
+def _peak_table(peaks: list[Peak], baseline: str) -> Table:
+    """Of one operation, number of ranks, and way of freeing."""
+    first = peaks[0]
+    mode = ", freed memory given back" if first.gives_back else ""
+    table = _new_table(
+        f"{first.operation}, {first.ranks} ranks: peak MiB of a rank{mode}",
+        *("", "building", "training", "all ranks", "of it shared", f"x {baseline}"),
+    )
+    base = next((peak for peak in peaks if peak.peer == baseline), None)
+    for peak in peaks:
+        is_machine, largest = peak.peer in MACHINE, max(peak.training)
+        compared = base is not peak and not is_machine and largest
+        table.add_row(
+            peak.peer,
+            _mib(max(peak.building)),
+            _mib(largest),
+            _mib(sum(peak.training)),
+            _mib(sum(peak.shared)),
+            _ratio(max(base.training) / largest if base is not None and compared else None),
+            style="dim" if is_machine else "",
+        )
+    return table
+
+
+def _mib(count: float) -> str:
+    return f"{count / (1 << 20):,.1f}"
+
+
+# ------------------------------------------------------------------------------
+# Notes.
+
+
+def notes(report: BenchReport) -> Iterator[str]:
+    """What has to be said besides: who was left out, what is wrong, whether `auto` is right."""
+    reasons: dict[tuple[str, str], list[LeftOut]] = {}
+    for left in report.left_out:
+        reasons.setdefault((left.peer, left.reason), []).append(left)
+    for (peer, reason), all_left in reasons.items():
+        ranks = [left.ranks for left in all_left]
+        where = "" if set(ranks) == set(report.ranks) else f" with {_join(ranks)} ranks"
+        what = _join(left.operation for left in all_left if left.operation)
+        yield f"{peer} is left out{' of ' + what if what else ''}{where}: {reason}"
+    load, cores = report.machine.get("load"), report.machine.get("cores")
+    if load and cores and load > _BUSY * cores:
+        yield (
+            f"before it began {load:g} processes were running here, on {cores} cores: what others "
+            "do takes time from those that only spin, most of all"
+        )
+    yield from _notes_on_auto(report.lines)
+    # Of peaks: the plain theory, and what the figures are.
+    for operation, size in dict.fromkeys((peak.operation, peak.ranks) for peak in report.peaks):
+        task = task_of(operation, report.request.width)
+        yield (
+            f"{operation}, {size} ranks: parameters are {_mib(task.model_bytes)} MiB, gradients "
+            f"as much; shared out, both are {_mib(2 * task.model_bytes / size)} a rank, and "
+            f"{_mib(task.layer_bytes)} more for each layer that is whole, or whose gradients are"
+        )
+    if report.peaks:
+        yield (
+            "peaks of memory are beyond what a process had before the model, on the rank that had "
+            f"most; of building and wrapping it, and of {report.peaks[0].steps} steps; what ranks "
+            "share counts once, divided among them"
+        )
+    for line in report.wrong:
+        yield f"WRONG: {line}: {line.wrong} elements were not what they had to be"
+    if report.lines and not report.wrong:
+        rounds = len(report.lines[0].seconds)
+        unchecked = [line.entry.peer for line in report.lines if line.wrong is None]
+        but = f" but that of {_join(unchecked)}, which has none" if unchecked else ""
+        yield (
+            f"{len(report.lines)} lines, each the median of {rounds} rounds; every result is "
+            f"right{but}"
+        )
+
+
+def _join(things: Iterable[object]) -> str:
+    return ", ".join(str(thing) for thing in dict.fromkeys(things))
+
+
+def _notes_on_auto(lines: list[ResultLine]) -> Iterator[str]:
+    """How far `auto` is from the best algorithm requested by name, where both were measured."""
+    for (operation, ranks, entry), by_size in sorted(_medians(lines).items()):
+        ratios: list[tuple[float, int, str]] = []
+        for size, by_name in sorted(by_size.items()):
+            auto = by_name.pop("auto", None)
+            if auto is not None and by_name:
+                best = min(by_name, key=by_name.__getitem__)
+                ratios.append((auto / by_name[best], size, best))
+        if ratios:
+            ratio, size, best = max(ratios, key=lambda found: found[0])
+            yield (
+                f"{operation}, {ranks} ranks, {entry}: auto takes {ratio:.2f} of the best "
+                f"algorithm's time at most (at {show_size(size)}, beside {best})"
+            )
+
+
+def _medians(lines: list[ResultLine]) -> dict[tuple[str, int, str], dict[int, dict[str, float]]]:
+    """Operation, ranks, peer with its memory -> bytes -> algorithm -> seconds."""
+    medians: dict[tuple[str, int, str], dict[int, dict[str, float]]] = {}
+    for line in lines:
+        entry = str(Entry(line.entry.peer, line.entry.memory))
+        by_size = medians.setdefault((line.operation, line.ranks, entry), {})
+        by_size.setdefault(line.bytes, {})[line.entry.algorithm] = line.median
+    return medians
+
+
+# ------------------------------------------------------------------------------
+# The file that `auto` picks algorithms by (PHALANX_TUNING).
+
+
+def as_tuning(report: BenchReport) -> bytes:
+    """A table for each backend, number of ranks and collective that was measured.
+
+    Of what was measured in ordinary memory, with algorithms requested by name.
+    """
+    tables = []
+    medians = _medians(report.lines)
+    for info, collective in itertools.product(report.backends, COLLECTIVES):
+        by_size = medians.get((collective, len(info.hosts), info.peer), {})
+        measured = set().union(*by_size.values())
+        names = [name for name in COLLECTIVES[collective] if name in measured]
+        sizes = [size for size, by_name in sorted(by_size.items()) if by_name.keys() >= set(names)]
+        if names and sizes:
+            table = TuningTable(
+                backend=info.backend,
+                hosts=info.hosts,
+                collective=collective,
+                sizes=tuple(sizes),
+                seconds={
+                    name: tuple(round(by_size[size][name], 9) for size in sizes) for name in names
+                },
+            )
+            tables.append(table)
+    return _indented(Tuning(format=FORMAT, tables=tuple(tables)))
+
+
+# ------------------------------------------------------------------------------
+# The picture: time over size, both on logarithmic scales.
+
+
+def check_plot(path: Path) -> None:
+    """Raise `MisuseError`, before anything is measured, if there will be no picture."""
+    try:
+        import matplotlib.figure  # noqa: PLC0415 -- an extra
+
+        known = matplotlib.figure.Figure().canvas.get_supported_filetypes()
+    except ImportError:
+        raise MisuseError(
+            f"--plot {path}: matplotlib is not installed; pip install 'phalanx[plot]', or leave "
+            "--plot out"
+        ) from None
+    if path.suffix[1:].lower() not in known:
+        forms = ", ".join(sorted(known))
+        raise MisuseError(f"--plot {path}: a picture is a file of one of {forms}")
+
+
+def draw(report: BenchReport, path: Path) -> None:
+    """Write a picture, with a panel for each operation and number of ranks, to `path`."""
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    panels: dict[str, list[ResultLine]] = {}
+    for line in report.lines:
+        if line.bytes:
+            title = f"{line.operation}, {line.ranks} ranks{report.request.circumstances}"
+            panels.setdefault(title, []).append(line)
+    columns = max(1, min(2, len(panels)))
+    rows = max(1, -(-len(panels) // columns))
+    figure = Figure(figsize=(6.4 * columns, 4.8 * rows), layout="constrained")
+    axes: list[Axes] = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for panel, (title, lines) in zip(axes, panels.items(), strict=False):
+        _draw_panel(panel, lines)
+        panel.set_title(title)
+    for panel in axes[len(panels) :]:
+        panel.set_axis_off()
+    with replacing(os.path.realpath(path)) as file, open(file, "wb", closefd=False) as out:
+        figure.savefig(out, format=path.suffix[1:].lower(), dpi=120)
+
+
+def _draw_panel(panel: Axes, lines: list[ResultLine]) -> None:
+    for number, entry in enumerate(dict.fromkeys(line.entry for line in lines)):
+        own = [line for line in lines if line.entry == entry]
+        sizes = [line.bytes for line in own]
+        style = "--" if entry.peer in MACHINE else "-"
+        colour = f"C{number % 10}"
+        middle = [line.median * 1e6 for line in own]
+        panel.plot(sizes, middle, style, marker=".", color=colour, label=str(entry))
+        low, high = ([line.quartiles[edge] * 1e6 for line in own] for edge in (0, 1))
+        panel.fill_between(sizes, low, high, color=colour, alpha=0.2)
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log")
+    sizes = sorted({line.bytes for line in lines})
+    shown: list[int] = []
+    for size in sizes[:: max(1, len(sizes) // 8)]:
+        if not shown or size >= 4 * shown[-1]:  # or one would be written over the other
+            shown.append(size)
+    panel.set_xticks(shown, [show_size(size) for size in shown])
+    panel.minorticks_off()
+    panel.set_xlabel("bytes")
+    panel.set_ylabel("microseconds of a call; the band holds half of the rounds")
+    panel.grid(visible=True, alpha=0.3)
+    panel.legend(fontsize="small")

@@ -1,0 +1,317 @@
+"""What is requested of a benchmark, and what its ranks answer: what passes between the processes.
+
+A request is made from the words of a command line, and checked before anything starts.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from phalanx.collectives.schedules import COLLECTIVES
+from phalanx.errors import InvalidWorldSizeError, MisuseError
+from phalanx.ops.bench.operations import EXPANDED, MEMORY_KINDS, OPERATIONS
+from phalanx.ops.bench.peers import MACHINE, PEERS, PeerTable
+
+TIME, PEAK = "time", "peak"
+"""What can be measured."""
+
+_ALGORITHMS = ("auto", "all", "fixed", *(name for rows in COLLECTIVES.values() for name in rows))
+
+
+class BenchRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure: what the options of `phalanx bench` (`cli/bench.py`) come to.
+
+    operations  names of `OPERATIONS`
+    backends    names of peers, each once
+    sizes       bytes of a message, ascending
+    memories    names of `MEMORY_KINDS`, for peers that have them
+    algorithms  by name, for peers that have any; "fixed" is each of them, "all" `auto`, too
+    timeout     seconds that a rank waits for another
+    width       of the layers of what is trained; 0: each operation's own
+    measure     "time"; "peak" of memory, where an operation has one of interest
+    beside      busy processes on each host, beside the ranks
+    back_to_back  a round's figure is the median call of at least `MANY_CALLS`, not their mean
+    gives_back  what is freed goes back to the system at once (see `rank.py`)
+    """
+
+    operations: tuple[str, ...]
+    backends: tuple[str, ...]
+    sizes: tuple[int, ...]
+    rounds: int
+    seconds: float
+    memories: tuple[str, ...]
+    algorithms: tuple[str, ...]
+    threads: int
+    timeout: float = 240.0
+    baseline: str
+    width: int
+    measure: tuple[str, ...]
+    steps: int
+    beside: int = 0
+    back_to_back: bool = False
+    gives_back: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or self.threads < 1 or not 0 < self.seconds < 60:
+            raise MisuseError(
+                f"--rounds {self.rounds}, --threads {self.threads}, --seconds {self.seconds:g}: it "
+                "takes a round, a thread, and a time of less than a minute"
+            )
+        with_peak = [name for name, row in OPERATIONS.items() if row.peak]
+        if self.measure == (PEAK,) and not set(self.operations) & set(with_peak):
+            named = ", ".join(with_peak)
+            raise MisuseError(f"--measure {PEAK}: the peak of memory is measured of {named} alone")
+        if self.steps < 1:
+            raise MisuseError(f"--steps {self.steps}: there is no peak of memory without a step")
+        if self.beside < 0:
+            raise MisuseError(f"--beside {self.beside}: no or some busy processes can be started")
+        if self.width < 0:
+            raise MisuseError(
+                f"--width {self.width}: a layer has one feature at least; 0 is the usual size"
+            )
+
+    @property
+    def circumstances(self) -> str:
+        """What is unusual, for a title."""
+        busy = "" if self.beside == 1 else "es"
+        beside = f", beside {self.beside} busy process{busy}" if self.beside else ""
+        return beside + (", back to back" if self.back_to_back else "")
+
+
+def make_request(
+    operations: Sequence[str],
+    *,
+    backends: str,
+    sizes: str,
+    factor: int = 8,
+    rounds: int = 11,
+    seconds: float = 0.02,
+    memory: str = "ordinary,registered",
+    algorithms: str = "auto",
+    machine: bool = True,
+    threads: int = 1,
+    baseline: str = "gloo",
+    width: int = 0,
+    measure: str = "time,peak",
+    steps: int = 10,
+    beside: int = 0,
+    back_to_back: bool = False,
+    tune: bool = False,
+    peers: PeerTable = PEERS,
+) -> BenchRequest:
+    """What the words mean. `MisuseError` for one that means nothing here, listing what there is.
+
+    With `tune` it is what `auto` can pick by: every algorithm of Phalanx's own backends, of every
+    collective unless some are named. Options that make no sense then are overruled.
+    """
+    if tune:
+        operations = operations or list(COLLECTIVES)
+        memory, algorithms, machine, measure = "ordinary", "fixed", False, TIME
+    named = [part for name in operations for part in EXPANDED.get(name, (name,))]
+    _check("operation", named, [*(name for name in OPERATIONS if name != "copy"), *EXPANDED])
+    taking_part = _words(backends)
+    _check("backend", [*taking_part, baseline], peers)
+    memories = _check("kind of memory", _words(memory), MEMORY_KINDS)
+    by_name = _check("algorithm", _words(algorithms), _ALGORITHMS)
+    figures = _check("figure", _words(measure), (TIME, PEAK))
+    if tune:
+        taking_part = [name for name in taking_part if peers[name].ours]
+        if not taking_part or not set(named) <= COLLECTIVES.keys():
+            of = ", ".join(COLLECTIVES)
+            raise MisuseError(f"--tune compares the algorithms of {of} on Phalanx's own backends")
+    return BenchRequest(
+        operations=tuple(dict.fromkeys(named)),
+        backends=tuple(dict.fromkeys([*taking_part, *(MACHINE if machine else ())])),
+        sizes=tuple(parse_sizes(sizes, factor)),
+        rounds=rounds,
+        seconds=seconds,
+        memories=tuple(memories),
+        algorithms=tuple(by_name),
+        threads=threads,
+        baseline=baseline,
+        width=width,
+        measure=tuple(figures),
+        steps=steps,
+        beside=beside,
+        back_to_back=back_to_back,
+    )
+
+
+def parse_ranks(text: str) -> list[int]:
+    """`"2,4"` -> [2, 4]. `InvalidWorldSizeError` for what is no number of ranks above one."""
+    words = _words(text)
+    for word in words:
+        if not word.isdigit() or int(word) < 2:
+            raise InvalidWorldSizeError(
+                f"--ranks {text}: {word!r} is no number of ranks; it takes two or more"
+            )
+    return [int(word) for word in words]
+
+
+def _words(text: str) -> list[str]:
+    words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if not words:
+        raise MisuseError(f"{text!r} names nothing")
+    return words
+
+
+def _check(what: str, words: list[str], known: Iterable[str]) -> list[str]:
+    names = list(dict.fromkeys(known))
+    for word in words:
+        if word not in names:
+            raise MisuseError(f"there is no {what} {word!r}; there are: {', '.join(names)}")
+    return words
+
+
+# ------------------------------------------------------------------------------
+# Sizes of messages, as they are requested and shown: `8..256M`, `8,64K,16M`. K is 1024.
+
+_UNITS = "KMG"
+_SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
+
+
+def parse_sizes(text: str, factor: int = 8) -> list[int]:
+    """Bytes, ascending, each once: of a list whose parts are sizes or ranges.
+
+    A range `8..256M` holds its first size, `factor` times that, and so on, and its last.
+    `MisuseError` for what is neither, a range that falls, and a factor below 2.
+    """
+    if factor < 2:
+        raise MisuseError(f"--factor {factor}: sizes of a range have to grow, by 2 or more")
+    sizes: set[int] = set()
+    for part in text.split(","):
+        first, dots, last = part.partition("..")
+        size = _parse_size(first)
+        end = _parse_size(last) if dots else size
+        if end < size:
+            raise MisuseError(f"{part!r} falls: write the smaller size first")
+        while size < end:
+            sizes.add(size)
+            size *= factor
+        sizes.add(end)
+    return sorted(sizes)
+
+
+def _parse_size(text: str) -> int:
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or int(found[1]) == 0:
+        raise MisuseError(f"{text!r} is no size of a message: write bytes, as in 8,64K or 8..16M")
+    return int(found[1]) << 10 * (1 + _UNITS.find(found[2].upper()) if found[2] else 0)
+
+
+def show_size(size: int) -> str:
+    """65536 -> `"64K"`; what is no round number of units stays a number of bytes."""
+    unit = 0
+    while size and unit < len(_UNITS) and size % 1024 == 0:
+        size, unit = size >> 10, unit + 1
+    return f"{size}{_UNITS[unit - 1] if unit else ''}"
+
+
+# ------------------------------------------------------------------------------
+# What ranks answer: `Message`s. A text says what is being done now.
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """What is timed: a peer, a kind of memory, and an algorithm if one was requested by name."""
+
+    peer: str
+    memory: str = "ordinary"
+    algorithm: str = "auto"
+
+    def __str__(self) -> str:
+        memory = self.memory if self.memory != "ordinary" else ""
+        algorithm = self.algorithm if self.algorithm != "auto" else ""
+        return " ".join(word for word in (self.peer, algorithm, memory) if word)
+
+
+class ResultLine(msgspec.Struct, kw_only=True, tag="line"):
+    """One entry's figures for one size of message.
+
+    bytes    of the larger of what a rank gives and gets; may be a little more than was requested
+    calls    in a round, one after the other
+    seconds  of a call, in each round: the slowest rank's time, divided by the number of calls;
+             back to back, its median call
+    bus      the factor of the bus bandwidth
+    wrong    elements, on all ranks and in all rounds, that were not what they had to be; None: its
+             results mean nothing
+    """
+
+    operation: str
+    ranks: int
+    bytes: int
+    entry: Entry
+    calls: int
+    seconds: list[float]
+    bus: float
+    wrong: int | None = 0
+
+    @property
+    def median(self) -> float:
+        """The median round's seconds."""
+        return statistics.median(self.seconds)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """Between these lies half of the rounds."""
+        seconds = self.seconds if len(self.seconds) > 1 else 2 * self.seconds
+        low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
+        return low, high
+
+    def times(self, other: ResultLine) -> float:
+        """How many times as long as the other's a call took: medians, one over the other.
+
+        Rounds of training steps are few and long: each is compared with the other's of the same
+        round, when the machine had as much else to do, and the median of these ratios counts.
+        """
+        if OPERATIONS[self.operation].training:
+            pairs = zip(self.seconds, other.seconds, strict=True)
+            return statistics.median(own / others for own, others in pairs)
+        return self.median / other.median
+
+    def __str__(self) -> str:
+        return f"{self.operation} {show_size(self.bytes)} x {self.ranks} ranks, {self.entry}"
+
+
+class LeftOut(msgspec.Struct, tag="left out", frozen=True):
+    """A peer that was requested and is not measured; `operation` "": not in any operation."""
+
+    peer: str
+    ranks: int
+    reason: str
+    operation: str = ""
+
+
+class BackendInfo(msgspec.Struct, tag="backend", frozen=True):
+    """One of Phalanx's own backends takes part: which class it is, and each rank's host."""
+
+    peer: str
+    backend: str
+    hosts: tuple[int, ...]
+
+
+class Peak(msgspec.Struct, kw_only=True, tag="peak"):
+    """One peer's peaks of memory, in processes that had nothing else to do.
+
+    Bytes that each rank had besides what it began with:
+
+    building  at most, until the model was ready to be trained
+    training  at most, from then on
+    shared    in the end: its part of memory that ranks share, which is in the other two. The sum
+              over the ranks is what there is of it on the host
+    """
+
+    operation: str
+    ranks: int
+    peer: str
+    gives_back: bool
+    steps: int
+    building: list[int]
+    training: list[int]
+    shared: list[int]
+
+
+Message = ResultLine | LeftOut | BackendInfo | Peak | str

@@ -1,0 +1,1 @@
+"""Jobs on clusters: scripts of Slurm, manifests of Kubernetes, groups under Ray."""

@@ -1,0 +1,1 @@
+"""How a job is doing, and a machine: watch, metrics, traces, the doctor."""

@@ -1,0 +1,289 @@
+"""`phalanx trace`: merges the traces of a job's ranks into one, for Perfetto, and sums them up.
+
+    rank-0-812-0.json  rank-1-813-0.json  ...   --- merge --->  merged.json: a process a rank, in it
+                                                                a line a group (more, where its
+                                                                operations overlap)
+
+The files are those that a job leaves with `PHALANX_TRACE=folder`: one a rank and backend, named
+`rank-<rank>-<process>-<n>.json`, "[" and then an event a line. A rank that was killed leaves the
+end of its last line unwritten, which is no error. A rank that was started again, or that formed
+its group anew, has several files: its runs, counted from 0 by when they began.
+
+Times of different hosts are not corrected: they are off by as much as the hosts' clocks are.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from pathlib import Path
+
+import msgspec
+
+from phalanx.errors import MisuseError
+from phalanx.files import reading, replacing
+from phalanx.ops.observe.trace.files import EventArgs, TraceEvent, TraceFile, open_traces
+from phalanx.ops.observe.trace.profile import Part, Profile
+
+_HEAD = b'{"otherData":{"producer":"phalanx trace"},"displayTimeUnit":"ms","traceEvents":[\n'
+"""How every merged file begins; one that begins otherwise is not overwritten."""
+
+
+@dataclass
+class RankSummary:
+    """What one rank did, in all of its runs.
+
+    last      how often it was the last rank to start a collective
+    late      seconds by which it was the last, in all
+    """
+
+    rank: int
+    host: str
+    runs: int = 0
+    operations: int = 0
+    bytes: int = 0
+    errors: int = 0
+    last: int = 0
+    late: float = 0.0
+
+
+@dataclass
+class MergedTrace:
+    """What `merge` has written, and what it has seen.
+
+    collectives   how many all ranks have started; `last` and `late` of the ranks are about these
+    notes         what a reader of the numbers should know
+    profile       where the ranks' time went
+    """
+
+    path: Path
+    ranks: list[RankSummary]
+    collectives: int
+    notes: list[str]
+    profile: Profile
+
+
+def merged_file(folder: Path, output: Path | None = None) -> Path:
+    """Where `merge` writes."""
+    return output.resolve() if output is not None else folder / "merged.json"
+
+
+def merge(folder: Path, output: Path | None = None) -> MergedTrace:
+    """Merge the traces in `folder` into `output` (`folder/merged.json`), and sum them up.
+
+    The earliest operation starts at 0. The file appears whole or not at all, and an earlier one is
+    replaced. Raises `MisuseError` where there is nothing to merge, and where `output` cannot be
+    written or is there and no merged trace.
+    """
+    output = merged_file(folder, output)
+    with open_traces(folder) as files:
+        _check_replaceable(output)
+        ranks: dict[int, RankSummary] = {}
+        for file in files:
+            ranks.setdefault(file.rank, RankSummary(file.rank, file.host)).runs += 1
+        stragglers, profile = Stragglers(ranks), _empty_profile(files)
+        try:
+            with replacing(str(output)) as part, open(part, "wb", closefd=False) as out:
+                separator = _HEAD
+                for event in _merged_events(files, ranks, stragglers, profile):
+                    out.write(separator)
+                    out.write(msgspec.json.encode(event))
+                    separator = b",\n"
+                out.write(b"\n]}\n")
+        except OSError as error:
+            raise MisuseError(
+                f"{output} cannot be written ({error}): name another file with -o"
+            ) from error
+        ordered = [ranks[rank] for rank in sorted(ranks)]
+        for event, args, parts, missing in stragglers.incomplete():
+            profile.incomplete(event, args, parts, missing)
+        return MergedTrace(output, ordered, stragglers.collectives, _notes(files), profile)
+
+
+def _check_replaceable(output: Path) -> None:
+    try:
+        with reading(str(output)) as file:
+            ours = os.read(file, len(_HEAD)) == _HEAD
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise MisuseError(f"{output} cannot be replaced ({error}): name a file with -o") from error
+    if not ours:
+        raise MisuseError(f"{output} is there and no merged trace: name another file with -o")
+
+
+def _empty_profile(files: list[TraceFile]) -> Profile:
+    first = min((min(file.times) for file in files if file.times), default=0.0)
+    profile = Profile(first, max((file.ended for file in files), default=first))
+    for file in sorted(files, key=lambda file: file.started):
+        profile.present(file.rank, file.started * 1e6, file.ended)
+    return profile
+
+
+def _merged_events(
+    files: list[TraceFile],
+    ranks: dict[int, RankSummary],
+    stragglers: Stragglers,
+    profile: Profile,
+) -> Iterator[TraceEvent]:
+    """All events of the merged file; fills the summaries and the profile as it goes."""
+
+    def label(what: str, rank: int, line: int, **args: object) -> TraceEvent:
+        return TraceEvent(
+            "M", what, pid=rank, tid=line, args=msgspec.Raw(msgspec.json.encode(args))
+        )
+
+    for summary in ranks.values():
+        name = f"rank {summary.rank} ({summary.host})"
+        yield label("process_name", summary.rank, 0, name=name)
+        yield label("process_sort_index", summary.rank, 0, sort_index=summary.rank)
+    lines: dict[tuple[object, ...], _Lines] = {}
+    count: Counter[int] = Counter()
+    in_order = heapq.merge(*(file.operations() for file in files), key=itemgetter(0))
+    first: float | None = None
+    for start, file, event, args in in_order:
+        first = start if first is None else first
+        rank = file.rank
+        summary = ranks[rank]
+        summary.operations += 1
+        summary.bytes += args.bytes
+        summary.errors += args.error is not None
+        key = (rank, file.run, event.tid, event.cat, args.group)
+        of_group = lines.get(key)
+        if of_group is None:
+            is_collective = event.cat == "collective"
+            name = args.group + ("" if is_collective else ": messages")
+            name += f", run {file.run}" if file.run else ""
+            group = stragglers.next_group(file, args.group) if is_collective else None
+            of_group = lines[key] = _Lines(name, group)
+        part = profile.operation(rank, event, args)
+        if of_group.group is None:
+            profile.alone(event, args, part)
+        elif parts := stragglers.add(of_group.group, event, args, part):
+            profile.collective(event, args, parts)
+        line = of_group.free_at(start)
+        if not line:
+            count[rank] += 1
+            line = count[rank]
+            yield label("thread_name", rank, line, name=of_group.name)
+        of_group.free_from[line] = start + event.dur
+        event.pid, event.tid, event.ts = rank, line, round(start - first, 1)
+        yield event
+
+
+@dataclass(slots=True)
+class _Lines:
+    """The lines of the picture for a group of a rank: one, and another where operations overlap.
+
+    group       None: no other rank takes part
+    free_from   by its number, when each is free again
+    """
+
+    name: str
+    group: _Group | None
+    free_from: dict[int, float] = field(default_factory=dict)
+
+    def free_at(self, time: float) -> int:
+        """A line that is free, or 0."""
+        for line, since in self.free_from.items():
+            if since <= time:
+                return line
+        return 0
+
+
+def _notes(files: list[TraceFile]) -> list[str]:
+    notes = []
+    hosts = sorted({file.host for file in files})
+    if len(hosts) > 1:
+        notes.append(
+            f"{len(hosts)} hosts ({', '.join(hosts)}): times are by each host's own clock, and not "
+            "corrected; who was last, and by how much, is as wrong as their clocks differ"
+        )
+    expected = max((file.world_size for file in files), default=0)
+    missing = sorted({*range(expected)} - {file.rank for file in files})
+    if missing:
+        notes.append(
+            f"there is no trace of rank{'s' if len(missing) > 1 else ''} "
+            f"{', '.join(map(str, missing))} of {expected}"
+        )
+    for file in files:
+        if file.cut_off:
+            notes.append(f"{file.path.name} ends in the middle of an event: its rank was killed")
+        if file.damaged:
+            notes.append(f"{file.path.name} has {file.damaged} lines that are no events: left out")
+    return notes
+
+
+# ------------------------------------------------------------------------------
+# Which rank the others wait for: the last one to start a collective.
+#
+# rank 0  |=====all_reduce #41=====|
+# rank 1      |=all_reduce #41=====|
+# rank 2               |all_reduce=|        rank 2 was last, by the time between 1's start
+#             ^--------^                    and its own: so much sooner it could have ended
+
+_MEMBERS = re.compile(r"ranks \[([\d, ]+)\]")
+
+
+@dataclass(slots=True)
+class _Group:
+    """A group of ranks, and by their numbers the collectives that not all of them have begun.
+
+    Of these there are an event and its arguments, and the parts so far.
+    """
+
+    ranks: Sequence[int]
+    open: dict[int | None, tuple[TraceEvent, EventArgs, list[Part]]] = field(default_factory=dict)
+
+
+class Stragglers:
+    """Counts, over operations given in the order of their starts, who was last and by how much.
+
+    ranks         whose `last` and `late` are filled
+    collectives   how many all ranks of their group have started; the others do not count
+    """
+
+    def __init__(self, ranks: Mapping[int, RankSummary]) -> None:
+        self.ranks = ranks
+        self.collectives = 0
+        self._groups: dict[tuple[int, str, int], _Group] = {}
+        self._alike: Counter[tuple[int, int, str]] = Counter()
+
+    def next_group(self, file: TraceFile, name: str) -> _Group | None:
+        """The group that a rank has next of those of a name, None if nobody else is in it.
+
+        Ranks number their groups each for itself, but make those of the same members in one order.
+        """
+        members = _MEMBERS.search(name)
+        ranks = [*map(int, members[1].split(","))] if members else range(file.world_size)
+        if len(ranks) < 2:
+            return None
+        alike = (file.rank, file.run, name)
+        number = self._alike[alike]
+        self._alike[alike] += 1
+        return self._groups.setdefault((file.run, name, number), _Group(ranks))
+
+    def add(self, group: _Group, event: TraceEvent, args: EventArgs, part: Part) -> list[Part]:
+        """Take the next operation; all parts of the collective if it is the last one of them."""
+        parts = group.open.setdefault(args.sequence, (event, args, []))[2]
+        parts.append(part)
+        if len(parts) < len(group.ranks):
+            return []
+        del group.open[args.sequence]
+        self.collectives += 1
+        last = self.ranks[part.rank]
+        last.last += 1
+        last.late += (part.start - parts[-2].start) / 1e6
+        return parts
+
+    def incomplete(self) -> Iterator[tuple[TraceEvent, EventArgs, list[Part], list[int]]]:
+        """Yield each collective that some ranks have no part in: its parts, and these ranks."""
+        for group in self._groups.values():
+            for event, args, parts in group.open.values():
+                begun = {part.rank for part in parts}
+                yield event, args, parts, [rank for rank in group.ranks if rank not in begun]

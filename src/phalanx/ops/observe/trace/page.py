@@ -1,0 +1,435 @@
+"""What `phalanx trace` writes beside a merged trace: a page (`--html`), a picture (`--png`).
+
+The page is one file, which fetches nothing (`one_page.py`). Its size goes by the number of ranks,
+not by that of operations. Tables are there without the script, which draws and sorts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phalanx.errors import MisuseError
+from phalanx.files import reading, write
+from phalanx.ops.observe.one_page import as_text, assemble
+from phalanx.ops.observe.trace.merged import MergedTrace, RankSummary
+from phalanx.ops.observe.trace.profile import BINS, STATES, RankProfile, Slow
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_MADE_BY = b"phalanx trace"
+"""Among the first bytes of each file; one without it is not overwritten."""
+
+_SHARES = "0123456789abcdefghijklmnopqrstuvwxyz"
+"""A share, in one character."""
+
+_LITTLE = 0.02
+"""A share of the ranks' time that is not worth a word."""
+
+_STATES = dict(
+    zip(
+        STATES,
+        (
+            "computing, or anything else between operations",
+            "computing while an operation is under way",
+            "waiting in a collective for a rank that has not begun it, or died in it",
+            "in an operation that all its ranks have begun",
+        ),
+        strict=True,
+    )
+)
+
+
+def page_beside(output: Path) -> Path:
+    """Where the page of a merged trace is written; raises `MisuseError` if it cannot be."""
+    return _beside(output, ".html", "--html")
+
+
+def picture_beside(output: Path) -> Path:
+    """Where the picture of a merged trace is written; raises `MisuseError` if it cannot be."""
+    try:
+        import matplotlib.figure  # noqa: F401, PLC0415 -- an extra
+    except ImportError:
+        raise MisuseError(
+            "--png: matplotlib is not installed; pip install 'phalanx[plot]', or leave --png out"
+        ) from None
+    return _beside(output, ".png", "--png")
+
+
+def _beside(output: Path, suffix: str, option: str) -> Path:
+    path = output.with_suffix(suffix)
+    if path == output:
+        raise MisuseError(f"{option} would write {path}, as -o does: give -o a name in .json")
+    with suppress(FileNotFoundError):
+        try:
+            with reading(str(path)) as file:
+                if _MADE_BY not in os.read(file, 400):
+                    raise MisuseError(
+                        f"{path} is there and not by phalanx trace: move it away, or name another "
+                        "file with -o"
+                    )
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise MisuseError(f"{path} cannot be replaced ({error})") from error
+    return path
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file, whole or not at all."""
+    try:
+        write(str(path), content)
+    except OSError as error:
+        raise MisuseError(f"{path} cannot be written ({error})") from error
+
+
+# ------------------------------------------------------------------------------
+# What the numbers say, in a sentence or two.
+
+
+def verdict(merged: MergedTrace) -> str:
+    """Which rank the others lose time with, or that there is none."""
+    profile = merged.profile
+    present = sum(sum(rank.totals()) for rank in profile.ranks.values())
+    waited = sum(rank.waited for rank in profile.ranks.values())
+    sentences = []
+    if profile.broken:
+        ranks = _names(sorted(profile.absent, key=lambda rank: (-profile.absent[rank], rank)))
+        sentences.append(
+            f"{_counted(profile.broken, 'collective')} did not end on every rank: of {ranks} there "
+            "is no part."
+        )
+    culprit = _culprit(merged)
+    if len(profile.ranks) < 2:
+        sentences.append("There is one rank, which waits for nobody.")
+    elif present and waited < _LITTLE * present:
+        sentences.append(
+            f"Ranks hardly waited for each other: {_percent(waited, present)} of their time."
+        )
+    elif culprit is not None:
+        share = _percent(profile.ranks[culprit.rank].awaited, waited)
+        sentences.append(
+            f"Rank {culprit.rank} ({culprit.host}) held the others up: it was last to begin "
+            f"{culprit.last} of {merged.collectives} collectives, and {share} of all waiting was "
+            f"for it."
+        )
+        sentences.append(f"Ranks waited {_percent(waited, present)} of their time.")
+    else:
+        sentences.append(
+            f"Ranks waited for each other {_percent(waited, present)} of their time, and no rank "
+            "stands out: now one is last, now another."
+        )
+    return " ".join(sentences)
+
+
+def _culprit(merged: MergedTrace) -> RankSummary | None:
+    """The rank that the others waited for much more than for the average one."""
+    profile = merged.profile
+    waited = sum(rank.waited for rank in profile.ranks.values())
+    present = sum(sum(rank.totals()) for rank in profile.ranks.values())
+    most = max(merged.ranks, key=lambda rank: profile.ranks[rank.rank].awaited)
+    share = profile.ranks[most.rank].awaited / waited if waited else 0.0
+    average = 1 / len(merged.ranks)
+    stands_out = share > min(2 * average, (1 + 2 * average) / 3 + 0.05)
+    return most if stands_out and waited >= _LITTLE * present else None
+
+
+def _names(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) != 1 else ''} {shown}"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' if number != 1 else ''}"
+
+
+def _percent(part: float, whole: float) -> str:
+    share = 100 * part / whole if whole else 0.0
+    shown = f"{share:.0f}" if share >= 1 or not part else f"{share:.1g}"
+    return f"{shown}\N{NO-BREAK SPACE}%"
+
+
+def _seconds(value: float) -> str:
+    if not value:
+        return "0"
+    if value >= 0.1:
+        return f"{value:,.3f} s" if value < 100 else f"{value:,.0f} s"
+    return f"{value * 1e3:.2f} ms" if value >= 1e-4 else f"{value * 1e6:.1f} us"
+
+
+def _bytes(value: int) -> str:
+    if not value:
+        return "-"
+    power = min(4, max(0, (value.bit_length() - 1) // 10))
+    return f"{value / 1024**power:.{1 if power else 0}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+# ------------------------------------------------------------------------------
+# The page.
+
+
+def write_page(merged: MergedTrace, path: Path) -> None:
+    """Write the page; raises `MisuseError` if that is not possible."""
+    profile = merged.profile
+    lines = {
+        "title": as_text(f"Trace of {_counted(len(merged.ranks), 'rank')}: {merged.path.name}"),
+        "merged": as_text(merged.path.name),
+        "verdict": as_text(verdict(merged)),
+        "tiles": "".join(
+            f"<div><dt>{name}</dt><dd>{as_text(value)}</dd></div>" for name, value in _tiles(merged)
+        ),
+        "notes": "".join(f'<p class="note">Note: {as_text(note)}</p>' for note in merged.notes),
+        "legend": "".join(
+            f'<svg viewBox="0 0 1 1" aria-hidden="true"><rect class="{state}" width="1" '
+            f'height="1"/></svg>{meaning}'
+            for state, meaning in _STATES.items()
+        ),
+        **_table("ranks", _RANKS, _rank_rows(merged)),
+        **_table("slowest", _SLOWEST, map(_slow_row, profile.slowest)),
+        **_table("kinds", _KINDS, _kind_rows(merged)),
+        "errors": _errors(merged),
+        "data": _data(merged),
+    }
+    page, _ = assemble(__package__, **lines)
+    _replace(path, page.encode())
+
+
+def _data(merged: MergedTrace) -> str:
+    """What the timeline is drawn from: for each rank and bin, the share of each state."""
+    width = merged.profile.span / 1e6 / BINS
+    shares = []
+    for summary in merged.ranks:
+        rank = merged.profile.ranks[summary.rank]
+        each = (seconds / width for number in range(BINS) for seconds in rank.states(number))
+        shares.append("".join(_SHARES[round(min(share, 1.0) * 35)] for share in each))
+    return json.dumps(
+        {
+            "ranks": [summary.rank for summary in merged.ranks],
+            "states": STATES,
+            "bins": BINS,
+            "seconds": merged.profile.seconds,
+            "shares": shares,
+        }
+    )
+
+
+def _tiles(merged: MergedTrace) -> Iterator[tuple[str, str]]:
+    totals = _totals(merged.profile.ranks.values())
+    hosts = {rank.host for rank in merged.ranks}
+    yield "ranks", f"{len(merged.ranks)} on {_counted(len(hosts), 'host')}"
+    yield "time", _seconds(merged.profile.seconds)
+    yield "operations", f"{sum(rank.operations for rank in merged.ranks):,}"
+    for state, seconds in zip(STATES, totals, strict=True):
+        yield state, _percent(seconds, sum(totals))
+    yield "overlap", _overlap(totals)
+    yield "errors", f"{sum(rank.errors for rank in merged.ranks):,}"
+
+
+def _totals(ranks: Iterable[RankProfile]) -> list[float]:
+    return [sum(each) for each in zip(*(rank.totals() for rank in ranks), strict=True)]
+
+
+def _overlap(totals: Sequence[float]) -> str:
+    """Of the time with an operation under way, the share in which the program computed."""
+    return _percent(totals[1], sum(totals[1:])) if sum(totals[1:]) else "-"
+
+
+# Columns: heading, and "text" for words, "long text" for many; "fixed" is not sorted by.
+
+_Cell = tuple[str, object]  # as HTML; and what it is sorted by
+
+_RANKS = (
+    ("rank", ""),
+    ("host", "text"),
+    ("its time", "fixed"),
+    ("others waited", ""),
+    ("", "fixed"),
+    ("was last", ""),
+    ("by", ""),
+    ("overlap", ""),
+    *((state, "") for state in STATES),
+    ("operations", ""),
+    ("runs", ""),
+    ("errors", ""),
+)
+_SLOWEST = (
+    ("took", ""),
+    ("operation", "text"),
+    ("at", ""),
+    ("began last", "text"),
+    ("after the first", ""),
+    ("line", "text"),
+    ("group", "long text"),
+)
+_KINDS = (
+    ("operation", "text"),
+    ("line", "text"),
+    ("count", ""),
+    ("seconds", ""),
+    ("mean", ""),
+    ("longest", ""),
+    ("blocked", ""),
+    ("waiting", ""),
+    ("bytes", ""),
+    ("group", "long text"),
+)
+
+
+def _table(
+    name: str, columns: Sequence[tuple[str, str]], rows: Iterable[tuple[str, Sequence[_Cell]]]
+) -> dict[str, str]:
+    """The head and the rows of a table, which are given as their class and their cells."""
+    head = "".join(
+        f'<th scope="col" class="{kind}"{" data-fixed" if kind == "fixed" else ""}>{heading}</th>'
+        for heading, kind in columns
+    )
+    body = []
+    for marked, cells in rows:
+        shown = "".join(
+            f'<td class="{kind}" data-value="{as_text(value)}">{cell}</td>'
+            for (cell, value), (_, kind) in zip(cells, columns, strict=True)
+        )
+        body.append(f'<tr class="{marked}">{shown}</tr>')
+    return {f"{name}_head": head, f"{name}_rows": "\n".join(body)}
+
+
+def _word(value: object) -> _Cell:
+    return as_text(value), value
+
+
+def _time(value: float) -> _Cell:
+    return as_text(_seconds(value)), f"{value:.9f}"
+
+
+def _rank_rows(merged: MergedTrace) -> Iterator[tuple[str, list[_Cell]]]:
+    culprit = _culprit(merged)
+    most = max(rank.awaited for rank in merged.profile.ranks.values()) or 1.0
+    for summary in merged.ranks:
+        profile = merged.profile.ranks[summary.rank]
+        totals = profile.totals()
+        cells = [_word(summary.rank), _word(summary.host)]
+        cells += [(_bar(STATES, totals, merged.profile.seconds), ""), _time(profile.awaited)]
+        cells += [(_bar(("waiting",), (profile.awaited,), most), "")]
+        cells += [_word(summary.last), _time(summary.late)]
+        cells += [(as_text(_overlap(totals)), totals[1] / (sum(totals[1:]) or 1.0))]
+        cells += [_time(seconds) for seconds in totals]
+        cells += [_word(each) for each in (summary.operations, summary.runs, summary.errors)]
+        yield "culprit" if summary is culprit else "", cells
+
+
+def _bar(states: Sequence[str], totals: Sequence[float], whole: float) -> str:
+    """A picture of a line: seconds of each state, of so many."""
+    parts, left = [], 0.0
+    for state, seconds in zip(states, totals, strict=True):
+        width = 100 * seconds / whole
+        parts.append(
+            f'<rect class="{state}" x="{left:.2f}" width="{width:.2f}" height="10"><title>{state} '
+            f"{_seconds(seconds)}</title></rect>"
+        )
+        left += width
+    inside = "".join(parts)
+    return (
+        '<svg class="bar" viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'
+        f"{inside}</svg>"
+    )
+
+
+def _slow_row(slow: Slow) -> tuple[str, list[_Cell]]:
+    last = f"rank {slow.last}" if slow.last >= 0 else f"only rank {slow.rank}"
+    if slow.missing:
+        last = f"no part of {_names(slow.missing)}"
+    return "", [
+        _time(slow.seconds),
+        _word(f"{slow.name} #{slow.sequence}"),
+        _time(slow.start),
+        _word(last),
+        _time(slow.late) if slow.last >= 0 else ("-", -1),
+        _word(slow.where),
+        _word(slow.group),
+    ]
+
+
+def _kind_rows(merged: MergedTrace) -> Iterator[tuple[str, list[_Cell]]]:
+    kinds = sorted(merged.profile.kinds.items(), key=lambda item: -item[1].seconds)
+    for (name, where, group), kind in kinds:
+        times = (kind.seconds / kind.count, kind.longest, kind.blocked, kind.waiting)
+        cells = [_word(name), _word(where), _word(kind.count), _time(kind.seconds)]
+        yield "", [*cells, *map(_time, times), (_bytes(kind.bytes), kind.bytes), _word(group)]
+
+
+def _errors(merged: MergedTrace) -> str:
+    errors = merged.profile.errors
+    if not errors:
+        return ""
+    in_all = sum(rank.errors for rank in merged.ranks)
+    head = "Errors" if in_all == len(errors) else f"The first {len(errors)} of {in_all} errors"
+    rows = "".join(
+        f'<tr><td>{rank}</td><td class="text">{as_text(name)}</td>'
+        f'<td class="long text">{as_text(error)}</td></tr>'
+        for rank, name, error in errors
+    )
+    return (
+        f'<section aria-labelledby="errors-title"><h2 id="errors-title">{head}</h2><table><thead>'
+        '<tr><th scope="col">rank</th><th scope="col" class="text">operation</th>'
+        f'<th scope="col" class="text">error</th></tr></thead><tbody>{rows}</tbody></table>'
+        "</section>"
+    )
+
+
+# ------------------------------------------------------------------------------
+# The picture: the time of each rank, and how long the others waited for it.
+
+_LINES = 20  # of the picture, for a rank
+_COLOURS = dict(zip(STATES, ("#2f7d4f", "#1f6feb", "#cf222e", "#b7791f"), strict=True))
+
+
+def write_picture(merged: MergedTrace, path: Path) -> None:
+    """Write the picture; raises `MisuseError` if that is not possible."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 -- an extra
+
+    count = len(merged.ranks)
+    figure = Figure(figsize=(11, min(12.0, 3.2 + 0.22 * count)), layout="constrained")
+    figure.suptitle(verdict(merged), fontsize="medium", wrap=True)
+    left, right = figure.subplots(1, 2, width_ratios=(3, 1), sharey=True)
+    _draw_states(left, merged)
+    places = range(count)
+    awaited = [merged.profile.ranks[rank.rank].awaited for rank in merged.ranks]
+    right.barh(places, awaited, color=_COLOURS["waiting"])
+    right.set_xlabel("seconds that others waited for it")
+    step = max(1, -(-count // 32))
+    left.set_yticks(places[::step], [f"rank {rank.rank}" for rank in merged.ranks[::step]])
+    for panel in (left, right):
+        panel.grid(visible=True, axis="x", alpha=0.3)
+        panel.set_axisbelow(True)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    content = BytesIO()
+    figure.savefig(content, dpi=120, metadata={"Software": _MADE_BY.decode()})
+    _replace(path, content.getvalue())
+
+
+def _draw_states(panel: Axes, merged: MergedTrace) -> None:
+    """A row for each rank; in each bin, from below, the states' shares."""
+    import numpy as np  # noqa: PLC0415 -- comes with matplotlib
+    from matplotlib.colors import to_rgb  # noqa: PLC0415
+
+    count, width = len(merged.ranks), merged.profile.seconds / BINS
+    image = np.ones((count * _LINES, BINS, 3))
+    for place, summary in enumerate(merged.ranks):
+        rank = merged.profile.ranks[summary.rank]
+        for number in range(BINS):
+            line = (place + 1) * _LINES - 1  # between two rows one line is free
+            for state, seconds in zip(STATES, rank.states(number), strict=True):
+                above = line - round(seconds / width * (_LINES - 1))
+                image[max(above, place * _LINES) : line, number] = to_rgb(_COLOURS[state])
+                line = above
+    extent = (0.0, merged.profile.seconds, count - 0.5, -0.5)
+    panel.imshow(image, aspect="auto", interpolation="nearest", extent=extent)
+    for state in STATES:
+        panel.scatter([], [], marker="s", color=_COLOURS[state], label=state)
+    panel.set_xlabel("seconds")

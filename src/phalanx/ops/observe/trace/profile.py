@@ -1,0 +1,273 @@
+"""Where the ranks' time went, summed up while a trace is read: its size does not matter.
+
+    rank 0  |computing|==all_reduce====|computing|==all_reduce, async==|
+                      |waiting |comm.  |         |overlapped    |comm. |
+    rank 1  |computing         |==all_reduce|computing
+                      ^--------^ rank 0 waits for rank 1, the last one to begin
+
+At any time a rank is in one of four states: `STATES`. A rank waits, in a collective, until the last
+one of its group has begun it; this is what ranks lose by one that is slow, by any backend. It is by
+the starts of all ranks, and so as wrong as their hosts' clocks differ. Of a rank that died in a
+collective there is no start: then the others wait for it to their end.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from array import array
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import msgspec
+
+from phalanx.ops.observe.trace.files import EventArgs, TraceEvent
+
+STATES = ("computing", "overlapped", "waiting", "communicating")
+"""What a rank does: compute, or anything else that is no operation of Phalanx; compute while an
+operation is under way; wait in one for a rank that has not begun it; be in one that all have begun.
+"""
+
+BINS = 240  # of the whole time, for the picture
+SLOWEST = 15  # operations that are shown
+ERRORS = 20
+KINDS = 500  # of operations, by name, line and group; what is more goes into one
+_OTHERS = ("other operations", "", "")
+_LONGEST = 2000  # characters of an error
+
+
+class Part(msgspec.Struct, frozen=True, gc=False):
+    """One rank's part in an operation, in microseconds since the first operation of the job.
+
+    waited   since when the program was blocked in it; `end` if it never was
+    """
+
+    rank: int
+    start: float
+    end: float
+    waited: float
+
+
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """An operation of all its ranks, from the first one's start to the last one's end.
+
+    last     the rank that began it last, `late` seconds after the first; -1 for a message
+    missing  the ranks that have no part in it
+    """
+
+    seconds: float
+    start: float
+    name: str
+    sequence: int
+    group: str
+    where: str
+    rank: int
+    last: int = -1
+    late: float = 0.0
+    missing: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class KindOfOperation:
+    """All operations of one name, line and group. A collective counts once on each rank."""
+
+    count: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    longest: float = 0.0
+    blocked: float = 0.0
+    waiting: float = 0.0
+
+
+@dataclass(slots=True)
+class RankProfile:
+    """What a rank did when: seconds of each bin of the whole time.
+
+    present    between its start and its last operation
+    under_way  with an operation under way, `blocked` in one, `waiting` in one for another rank
+    waited     seconds that it waited for ranks that began later
+    awaited    seconds that others waited for it, the last to begin; all of them, summed up
+    """
+
+    present: array[float] = field(default_factory=lambda: array("d", bytes(8 * BINS)))
+    under_way: array[float] = field(default_factory=lambda: array("d", bytes(8 * BINS)))
+    blocked: array[float] = field(default_factory=lambda: array("d", bytes(8 * BINS)))
+    waiting: array[float] = field(default_factory=lambda: array("d", bytes(8 * BINS)))
+    waited: float = 0.0
+    awaited: float = 0.0
+    seen_until: float = 0.0  # where its presence ends, so far, in microseconds
+    busy_until: float = 0.0  # where its operations end, so far
+
+    def states(self, number: int) -> tuple[float, float, float, float]:
+        """Seconds of each of `STATES` in a bin."""
+        present = self.present[number]
+        under_way = min(self.under_way[number], present)
+        blocked = min(self.blocked[number], under_way)
+        waiting = min(self.waiting[number], blocked)
+        return present - under_way, under_way - blocked, waiting, blocked - waiting
+
+    def totals(self) -> tuple[float, ...]:
+        """Seconds of each of `STATES`, in all."""
+        return tuple(math.fsum(each) for each in zip(*map(self.states, range(BINS)), strict=True))
+
+
+class Profile:
+    """Fills itself with operations that come in the order of their starts.
+
+    first, last   when the first operation of the job starts and the last one ends, microseconds
+    ranks         by number
+    kinds         by name, line of the program, and group
+    errors        the first ones: rank, operation, and what it says
+    broken        how many collectives some rank has no part in
+    absent        how many of those each such rank has no part in
+    """
+
+    def __init__(self, first: float, last: float) -> None:
+        self.first = first
+        self.span = min(max(last - first, 1.0), 1e15)
+        self._width = self.span / BINS
+        self.ranks: defaultdict[int, RankProfile] = defaultdict(RankProfile)
+        self.kinds: dict[tuple[str, str, str], KindOfOperation] = {}
+        self.errors: list[tuple[int, str, str]] = []
+        self.broken = 0
+        self.absent: defaultdict[int, int] = defaultdict(int)
+        self._slowest: list[tuple[float, int, Slow]] = []
+        self._count = 0
+
+    @property
+    def seconds(self) -> float:
+        """From the start of the first operation to the end of the last one."""
+        return self.span / 1e6
+
+    @property
+    def slowest(self) -> list[Slow]:
+        """The slowest operations, the slowest first."""
+        return [slow for _, _, slow in sorted(self._slowest, key=lambda each: -each[0])]
+
+    def present(self, rank: int, start: float, end: float) -> None:
+        """A rank is there (microseconds since 1970); its runs come in the order of their starts."""
+        profile, end = self.ranks[rank], end - self.first
+        self._add(profile.present, max(start - self.first, profile.seen_until), end)
+        profile.seen_until = max(profile.seen_until, end)
+
+    def operation(self, rank: int, event: TraceEvent, args: EventArgs) -> Part:
+        """Take the next operation."""
+        start = min(event.ts - self.first, self.span)
+        end = min(start + max(event.dur, 0.0), self.span)
+        waited = start
+        if args.blocked_us is not None:
+            waited = max(start, min(end - args.blocked_us, end))
+        profile = self.ranks[rank]
+        if end > profile.busy_until:
+            self._add(profile.under_way, max(start, profile.busy_until), end)
+            profile.busy_until = end
+        self._add(profile.blocked, waited, end)
+        kind = self._kind(event, args)
+        seconds = (end - start) / 1e6
+        kind.count += 1
+        kind.bytes += args.bytes
+        kind.seconds += seconds
+        kind.blocked += (end - waited) / 1e6
+        kind.longest = max(kind.longest, seconds)
+        if args.error is not None and len(self.errors) < ERRORS:
+            self.errors.append((rank, _title(event, args), args.error[:_LONGEST]))
+        return Part(rank, start, end, waited)
+
+    def collective(self, event: TraceEvent, args: EventArgs, parts: list[Part]) -> None:
+        """All ranks of a group have begun a collective, the last one of `parts` with `event`."""
+        last = parts[-1]
+        self._waits(event, args, parts[:-1], last.start, last.rank)
+        self._note_slow(event, args, parts, last.rank, (last.start - parts[0].start) / 1e6)
+
+    def incomplete(
+        self, event: TraceEvent, args: EventArgs, parts: list[Part], missing: list[int]
+    ) -> None:
+        """Some ranks have no part in a collective: they died before its end, or never began it."""
+        self.broken += 1
+        for rank in missing:
+            self.absent[rank] += 1
+        culprit = missing[0] if len(missing) == 1 else None
+        self._waits(event, args, parts, math.inf, culprit)
+        self._note_slow(event, args, parts, missing=tuple(missing))
+
+    def alone(self, event: TraceEvent, args: EventArgs, part: Part) -> None:
+        """A message, or a collective of one rank."""
+        self._note_slow(event, args, [part])
+
+    def _waits(
+        self,
+        event: TraceEvent,
+        args: EventArgs,
+        parts: list[Part],
+        until: float,
+        culprit: int | None,
+    ) -> None:
+        """Ranks are blocked in their parts, until then, by what another one has not begun."""
+        in_all = 0.0
+        for part in parts:
+            end = min(until, part.end)
+            if end > part.waited:
+                seconds = (end - part.waited) / 1e6
+                in_all += seconds
+                profile = self.ranks[part.rank]
+                profile.waited += seconds
+                self._add(profile.waiting, part.waited, end)
+        self._kind(event, args).waiting += in_all
+        if culprit is not None:
+            self.ranks[culprit].awaited += in_all
+
+    def _kind(self, event: TraceEvent, args: EventArgs) -> KindOfOperation:
+        key = (event.name, args.where, args.group)
+        kind = self.kinds.get(key)
+        if kind is None:
+            key = key if len(self.kinds) < KINDS else _OTHERS
+            kind = self.kinds.setdefault(key, KindOfOperation())
+        return kind
+
+    def _note_slow(
+        self,
+        event: TraceEvent,
+        args: EventArgs,
+        parts: list[Part],
+        last: int = -1,
+        late: float = 0.0,
+        missing: tuple[int, ...] = (),
+    ) -> None:
+        start = parts[0].start
+        seconds = (max([part.end for part in parts]) - start) / 1e6
+        self._count += 1  # of equal ones the first is kept, and none are compared
+        if len(self._slowest) == SLOWEST and seconds <= self._slowest[0][0]:
+            return
+        slow = Slow(
+            seconds,
+            start / 1e6,
+            event.name,
+            args.sequence or 0,
+            args.group,
+            args.where,
+            parts[0].rank,
+            last,
+            late,
+            missing,
+        )
+        heapq.heappush(self._slowest, (seconds, -self._count, slow))
+        if len(self._slowest) > SLOWEST:
+            heapq.heappop(self._slowest)
+
+    def _add(self, bins: array[float], start: float, end: float) -> None:
+        """Add the time from `start` to `end` to the bins that it is in."""
+        width = self._width
+        number = int(start / width)
+        if end <= (number + 1) * width:  # most operations are in one
+            if end > start:
+                bins[min(number, BINS - 1)] += (end - start) / 1e6
+            return
+        while number < BINS and start < end:
+            until = min(end, (number + 1) * width)
+            bins[number] += (until - start) / 1e6
+            start, number = until, number + 1
+
+
+def _title(event: TraceEvent, args: EventArgs) -> str:
+    return event.name if args.sequence is None else f"{event.name} #{args.sequence}"

@@ -1,0 +1,182 @@
+"""The nodes of one job, read as one.
+
+    phalanx watch --- reads ---> the folder of this host: its ranks; where the others listen
+         |----------- calls ---> node 1's launcher (server.py)
+         `----------- calls ---> node 2's launcher
+
+A thread for each of the others reads what comes, and calls again where the connection ends. So one
+that is gone, or out of reach, holds up nobody: its ranks are shown as unreachable, with the name of
+their node and the reason, as long as the others go on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from msgspec.structs import replace
+
+from phalanx.errors import DistributedError, plain
+from phalanx.launch.observer import NodePlace
+from phalanx.ops.observe.watch.folder import LINGER, PERIOD, WatchFolder
+from phalanx.ops.observe.watch.server import RemoteFolder
+from phalanx.ops.observe.watch.state import JobState, RankState
+from phalanx.wire.control import Endpoint, parse_address
+
+SILENCE = 3.0  # seconds without a word after which a node is out of reach
+FIRST = 5.0  # seconds that a node has to say where it listens, and to answer
+_AGAIN = 1.0  # seconds between two calls
+_LAST_WORDS = 2.0  # seconds that the others have to say how their ranks ended
+
+Read = Callable[[], "JobState | None"]
+"""Asks for states, and returns the latest one; None if the job is gone."""
+
+
+class RemoteNode:
+    """One node of a job, read by a thread as long as `read` is called.
+
+    name     by which it is shown
+    problem  why nothing comes from it; "" if something does, or it was not called yet
+    gone     whether nobody listens there any more
+
+    With a connection that is there already this waits for the first state.
+    """
+
+    def __init__(
+        self, name: str, endpoint: Endpoint, token: bytes, folder: RemoteFolder | None = None
+    ) -> None:
+        self.name = name
+        self.problem = ""
+        self.gone = False
+        self._endpoint = endpoint
+        self._token = token
+        self._folder = folder
+        self._latest: JobState | None = None
+        self._asked = 0.0
+        self._thread: threading.Thread | None = None
+        if folder is not None:
+            self._take()
+
+    @property
+    def over(self) -> bool:
+        """Whether it has said how the job has ended."""
+        return self._latest is not None and bool(self._latest.ended)
+
+    def read(self) -> JobState | None:
+        """Return the state that has come last; None for none. Does not wait.
+
+        Where nothing comes any more, ranks that have not ended are unreachable.
+        """
+        self._asked = time.monotonic()
+        if not self.over and (self._thread is None or not self._thread.is_alive()):
+            name = f"phalanx watch {self.name}"
+            self._thread = threading.Thread(target=self._follow, name=name, daemon=True)
+            self._thread.start()
+        latest, problem = self._latest, self.problem
+        if latest is None:
+            return None
+        ranks = [replace(state) for state in latest.ranks]
+        for state in ranks:
+            if problem and state.status not in ("dead", "ended"):
+                state.status, state.reason = "unreachable", f"{self.name}: {problem}"
+        return replace(latest, ranks=ranks)
+
+    def _follow(self) -> None:
+        while not self.over and time.monotonic() < self._asked + LINGER:
+            try:
+                self._take()
+            except DistributedError as error:
+                self.gone = isinstance(error.__cause__, ConnectionRefusedError)
+                self.problem = f"{self._endpoint} does not answer ({error.__cause__ or error})"
+            time.sleep(_AGAIN if self.problem else PERIOD / 2)
+        self._hang_up()
+
+    def _take(self) -> None:
+        """Take what has come, or call. Raises what `RemoteFolder` does."""
+        folder = self._folder = self._folder or RemoteFolder(self._endpoint, self._token)
+        self.gone = False
+        state = folder.read()
+        if state is None:
+            self.problem = "it has closed the connection"
+            self._hang_up()
+        elif time.monotonic() > folder.heard + SILENCE:
+            self.problem = f"nothing has come from it for {SILENCE:g} s"
+            self._hang_up()
+        else:
+            self._latest, self.problem = state, ""
+
+    def _hang_up(self) -> None:
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None
+
+
+def all_of(nodes: Sequence[RemoteNode]) -> Read:
+    """Return what reads the nodes of a job as one. When all are gone, the job is."""
+
+    def read() -> JobState | None:
+        parts = [part for node in nodes if (part := node.read()) is not None]
+        over = all(node.gone or node.over for node in nodes)
+        ended = [part.ended for part in parts if part.ended]
+        if not parts or (over and not ended):
+            return None
+        job = max(parts, key=lambda part: part.generation)
+        job.ranks = [state for part in parts for state in part.ranks]
+        job.ended = ended[0] if over else ""
+        return job
+
+    return read
+
+
+class WholeJob:
+    """Reads a job on this host from its folder, and of its other nodes what they say.
+
+    own   reads the folder: whether the job has ended is what its launcher says
+    """
+
+    def __init__(self, folder: WatchFolder, own: Read) -> None:
+        self._folder = folder
+        self._own = own
+        self._nodes: dict[int, RemoteNode] = {}
+        self._began = time.monotonic()
+        self._ended: float | None = None
+
+    def __call__(self) -> JobState | None:
+        """Return the latest state."""
+        job, others = self._own(), self._folder.others()
+        if job is None or others is None:
+            return job
+        for place in others.nodes:
+            if place.address and place.node not in self._nodes:
+                endpoint = parse_address(place.address)
+                self._nodes[place.node] = RemoteNode(str(place), endpoint, others.token.encode())
+            job.ranks += self._ranks_at(place)
+        if job.ended:  # the others say so at the same time
+            now = time.monotonic()
+            self._ended = now if self._ended is None else self._ended
+            late = now > self._ended + _LAST_WORDS
+            if not late and not all(node.over or node.problem for node in self._nodes.values()):
+                job.ended = ""
+        return job
+
+    def _ranks_at(self, place: NodePlace) -> list[RankState]:
+        """Return all ranks of a node, also those of which it has said nothing."""
+        node = self._nodes.get(place.node)
+        latest = node.read() if node is not None else None
+        known = {state.rank: state for state in latest.ranks} if latest is not None else {}
+        problem = "it has not said where it listens" if node is None else node.problem
+        if place.reason:
+            problem = f"it cannot listen: {plain(place.reason)}"
+        late = time.monotonic() > self._began + FIRST
+        unreachable = late if node is None and not place.reason else bool(problem)
+        return [
+            known.get(rank)
+            or RankState(
+                rank=rank,
+                host=plain(place.host),
+                status="unreachable" if unreachable else "starting",
+                reason=f"{place}: {problem}" if problem else "",
+            )
+            for rank in range(place.first_rank, place.first_rank + place.ranks)
+        ]

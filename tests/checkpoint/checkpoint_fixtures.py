@@ -1,0 +1,37 @@
+"""Small tensors and many ranks, and folders that cost nothing to fsync."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_runs import MEMORY
+
+
+@pytest.fixture(autouse=True)
+def one_thread_a_rank() -> Iterator[None]:
+    """More, inside torch's kernels, would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """An empty folder."""
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def victim(folder: Path) -> Path:
+    """A folder that has nothing to do with any checkpoint; nothing may happen to it."""
+    elsewhere = folder / "victim"
+    elsewhere.mkdir()
+    (elsewhere / "keys").write_text("my only key")
+    (elsewhere / "manifest.json").write_text("mine")
+    return elsewhere

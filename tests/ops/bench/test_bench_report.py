@@ -1,0 +1,288 @@
+"""A benchmark's figures as tables, notes, JSON, a picture, and a file for `auto`."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+from rich.table import Table
+from typer.testing import CliRunner
+
+from phalanx.cli.app import app
+from phalanx.collectives.tuning import read_tuning
+from phalanx.errors import MisuseError
+from phalanx.ops.bench.report import BenchReport, as_json, as_tuning, draw, notes, tables
+from phalanx.ops.bench.request import (
+    BackendInfo,
+    Entry,
+    LeftOut,
+    Message,
+    Peak,
+    ResultLine,
+    make_request,
+)
+
+US = 1e-6
+
+
+def line(entry: Entry, *us: float, size: int = 1 << 20, **changes: object) -> ResultLine:
+    seconds = [value * US for value in us]
+    plain = ResultLine(
+        operation="all_reduce",
+        ranks=4,
+        bytes=size,
+        entry=entry,
+        calls=3,
+        seconds=seconds,
+        bus=1.5,
+    )
+    return msgspec.structs.replace(plain, **changes)
+
+
+def report(*messages: Message) -> BenchReport:
+    request = make_request(["all_reduce"], backends="tcp,gloo", sizes="1M", rounds=3)
+    made = BenchReport(request, [4], {"load": 0.1, "cores": 2})
+    for message in messages:
+        made.add(message)
+    return made
+
+
+TCP, GLOO, COPY = Entry("tcp"), Entry("gloo"), Entry("copy")
+
+
+def text_of_table(table: Table) -> str:
+    out = io.StringIO()
+    Console(file=out, width=120).print(table)
+    return "\n".join(row.rstrip() for row in out.getvalue().splitlines())
+
+
+def cells(text: str, name: str) -> list[str]:
+    """The cells of the first row with this name in one of its first two."""
+    rows = [[cell.strip() for cell in row.strip("│").split("│")] for row in text.splitlines()]
+    return next(row for row in rows if len(row) > 1 and name in row[:2])
+
+
+def row_of(made: BenchReport, name: str) -> list[str]:
+    """The cells of an entry's first row."""
+    return cells("\n".join(text_of_table(table) for table in tables(made)), name)
+
+
+def test_a_row_is_the_median_round_with_quartiles_bandwidths_and_the_ratio_to_gloo() -> None:
+    made = report(line(TCP, 1000, 900, 1100), line(GLOO, 3000, 2500, 2000))
+    assert row_of(made, "tcp") == [
+        *("1M", "tcp", "1,000", "900", "950 - 1,050", "1.049", "1.573", "2.50", "0")
+    ]
+    assert row_of(made, "gloo")[-2] == ""  # beside itself
+
+
+def test_each_kind_of_memory_is_compared_with_glooss_own_of_that_kind() -> None:
+    fresh = Entry("gloo", "fresh")
+    tcp_fresh, registered = Entry("tcp", "fresh"), Entry("tcp", "registered")
+    made = report(line(tcp_fresh, 10), line(registered, 10), line(GLOO, 20), line(fresh, 40))
+    assert row_of(made, "tcp fresh")[-2] == "4.00"
+    assert row_of(made, "tcp registered")[-2] == "2.00"
+
+
+def test_what_the_machine_can_do_is_not_compared_with_gloo() -> None:
+    assert row_of(report(line(COPY, 10), line(GLOO, 20)), "copy")[-2] == ""
+
+
+def test_a_training_step_is_compared_with_the_same_step_alone() -> None:
+    step = {"operation": "ddp", "size": 0}
+    alone = line(Entry("alone"), 100, **step)  # type: ignore[arg-type]
+    made = report(line(TCP, 115, **step), line(GLOO, 180, **step), alone)  # type: ignore[arg-type]
+    assert row_of(made, "tcp")[5:7] == ["1.15", "1.57"]
+
+
+def test_steps_are_compared_round_by_round_since_a_busy_moment_meets_all_alike() -> None:
+    step = {"operation": "fsdp", "size": 0}
+    alone = line(Entry("alone"), 100, 300, 100, **step)  # type: ignore[arg-type]
+    made = report(line(TCP, 240, 330, 120, **step), alone)  # type: ignore[arg-type]
+    assert row_of(made, "tcp")[5] == "1.20"
+    assert json.loads(as_json(made))["lines"][0]["of_alone"] == pytest.approx(1.2)
+
+
+def test_who_is_left_out_is_said_with_the_reason_once() -> None:
+    made = report(
+        LeftOut("mlx", 4, "mlx is not installed"),
+        LeftOut("mpi", 2, "no mpirun"),
+        LeftOut("deepspeed", 4, "it has no such operation", "all_gather"),
+        LeftOut("deepspeed", 4, "it has no such operation", "barrier"),
+    )
+    assert list(notes(made)) == [
+        "mlx is left out: mlx is not installed",
+        "mpi is left out with 2 ranks: no mpirun",
+        "deepspeed is left out of all_gather, barrier: it has no such operation",
+    ]
+
+
+def test_wrong_results_are_shouted() -> None:
+    made = report(line(TCP, 10), line(GLOO, 10, wrong=3))
+    assert made.wrong == [made.lines[1]]
+    said = list(notes(made))
+    assert said == ["WRONG: all_reduce 1M x 4 ranks, gloo: 3 elements were not what they had to be"]
+    assert row_of(made, "gloo")[-1] == "3"
+
+
+def test_results_that_mean_nothing_are_neither_right_nor_wrong() -> None:
+    made = report(line(COPY, 10, wrong=None), line(GLOO, 20))
+    assert made.wrong == []
+    assert row_of(made, "copy")[-1] == ""
+    said = list(notes(made))
+    assert said[-1].endswith("every result is right but that of copy, which has none")
+
+
+def test_a_busy_machine_is_mentioned() -> None:
+    made = report(line(TCP, 10))
+    assert not any("processes were running" in note for note in notes(made))
+    made.machine["load"] = 1.7
+    assert any("1.7 processes were running here, on 2 cores" in note for note in notes(made))
+
+
+def test_how_far_auto_is_from_the_best_fixed_algorithm_is_said() -> None:
+    ring, star = Entry("tcp", algorithm="ring"), Entry("tcp", algorithm="star")
+    made = report(
+        *(line(TCP, 11, size=8), line(ring, 20, size=8), line(star, 10, size=8)),
+        *(line(TCP, 60), line(ring, 50), line(star, 90)),
+    )
+    (said,) = [note for note in notes(made) if "auto" in note]
+    assert "tcp: auto takes 1.20 of the best" in said
+    assert "at 1M, beside ring" in said
+
+
+def test_json_has_every_round() -> None:
+    made = report(
+        "warming up",
+        LeftOut("mpi", 4, "no mpirun"),
+        line(TCP, 10, 30, 20),
+        line(GLOO, 40),
+    )
+    read = json.loads(as_json(made))
+    assert read["left_out"] == [{"peer": "mpi", "ranks": 4, "operation": "", "reason": "no mpirun"}]
+    first = read["lines"][0]
+    assert first["rounds_us"] == pytest.approx([10, 30, 20])
+    assert (first["bytes"], first["wrong"], first["calls"]) == (1 << 20, 0, 3)
+    assert first["median_us"] == pytest.approx(20)
+    assert first["times_gloo"] == pytest.approx(2)
+    assert first["bus_GBps"] == pytest.approx(1.5 * (1 << 20) / 20e-6 / 1e9)
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    lines = [line(who, 10, 12, size=size) for size in (8, 512, 1 << 20) for who in (TCP, GLOO)]
+    path = tmp_path / "plot.png"
+    draw(report(*lines), path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = CliRunner().invoke(app, ["bench", "--plot", str(tmp_path / "x.png")])
+    assert isinstance(result.exception, MisuseError)
+    assert "matplotlib is not installed; pip install 'phalanx[plot]'" in str(result.exception)
+
+
+def test_a_picture_of_no_known_form_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["bench", "--plot", str(tmp_path / "x.foo")])
+    assert isinstance(result.exception, MisuseError)
+    assert "a picture is a file of one of" in str(result.exception)
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot", "--tune"])
+def test_a_file_in_no_folder_is_refused_before_anything_is_measured(
+    option: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "nowhere" / "file"
+    result = CliRunner().invoke(app, ["bench", option, str(path), "--backends", "tcp"])
+    assert isinstance(result.exception, MisuseError)
+    assert "there is no folder" in str(result.exception)
+    result = CliRunner().invoke(app, ["bench", option, "/dev/null", "--backends", "tcp"])
+    assert isinstance(result.exception, MisuseError)
+    assert "/dev/null is there, and no regular file" in str(result.exception)
+
+
+def test_the_help_says_what_the_figures_are() -> None:
+    result = CliRunner().invoke(app, ["bench", "--help"])
+    assert result.exit_code == 0
+    for word in ("NCCL tests", "--tune", "OMP_NUM_THREADS=1", "slowest rank"):
+        assert word in " ".join(result.output.split())
+
+
+def test_what_algorithms_took_becomes_a_file_for_auto() -> None:
+    ring, star = Entry("tcp", algorithm="ring"), Entry("tcp", algorithm="star")
+    made = report(
+        BackendInfo("tcp", "TcpBackend", (0, 0, 1, 1)),
+        *(line(ring, 20, size=8), line(star, 10, size=8), line(ring, 50), line(star, 90)),
+        line(ring, 70, size=1 << 24),  # where the other has no figure
+        *(line(TCP, 1), line(GLOO, 1)),
+        line(Entry("tcp", "registered", "ring"), 1),
+    )
+    (table,) = read_tuning(as_tuning(made), "it").tables
+    assert (table.backend, table.hosts, table.collective) == (
+        "TcpBackend",
+        (0, 0, 1, 1),
+        "all_reduce",
+    )
+    assert table.sizes == (8, 1 << 20)
+    assert table.seconds == {
+        "ring": pytest.approx((20 * US, 50 * US)),
+        "star": pytest.approx((10 * US, 90 * US)),
+    }
+
+
+def peak(peer: str, *training: int, gives_back: bool = False, shared: int = 0) -> Peak:
+    return Peak(
+        operation="fsdp",
+        ranks=2,
+        peer=peer,
+        gives_back=gives_back,
+        steps=10,
+        building=[20 << 20 for _ in training],
+        training=[mib << 20 for mib in training],
+        shared=[shared << 20 for _ in training],
+    )
+
+
+def peaks() -> BenchReport:
+    given_back = [peak(name, 60, gives_back=True) for name in ("shm", "gloo")]
+    return report(
+        peak("shm", 100, 110, shared=32), *given_back, peak("gloo", 220, 200), peak("alone", 128)
+    )
+
+
+def test_a_peak_is_that_of_the_rank_with_most_beside_the_sum_and_what_is_shared() -> None:
+    made = peaks()
+    plain, given_back = (text_of_table(table) for table in tables(made))
+    assert "fsdp, 2 ranks: peak MiB of a rank\n" in plain
+    assert cells(plain, "shm") == ["shm", "20.0", "110.0", "210.0", "64.0", "2.00"]
+    assert cells(plain, "gloo") == ["gloo", "20.0", "220.0", "420.0", "0.0", ""]
+    assert cells(plain, "alone") == ["alone", "20.0", "128.0", "128.0", "0.0", ""]
+    assert "rank, freed memory given back\n" in given_back
+    assert cells(given_back, "shm")[-1] == "1.00"
+
+
+def test_the_plain_theory_of_what_is_shared_out_is_said_beside_peaks() -> None:
+    (theory, what) = notes(peaks())
+    assert theory == (
+        "fsdp, 2 ranks: parameters are 64.0 MiB, gradients as much; shared out, both are 64.0 a "
+        "rank, and 16.0 more for each layer that is whole, or whose gradients are"
+    )
+    assert "of 10 steps; what ranks share counts once" in what
+    assert not any("peaks" in note for note in notes(report(line(TCP, 10))))
+
+
+def test_json_has_every_rank_s_peaks_and_the_theory() -> None:
+    first, *others = json.loads(as_json(peaks()))["peaks"]
+    assert len(others) == 4
+    assert (first["peer"], first["operation"], first["ranks"]) == ("shm", "fsdp", 2)
+    assert first["training_bytes"] == [100 << 20, 110 << 20]
+    assert first["building_bytes"] == [20 << 20] * 2
+    assert first["shared_bytes"] == [32 << 20] * 2
+    assert first["parameter_bytes"] == 4 * 4 * (2048 * 2048 + 2048) == first["gradient_bytes"]
+    assert (first["steps"], first["gives_back"]) == (10, False)
