@@ -164,7 +164,7 @@ def judge(way: Way, features: Sequence[Feature], outcomes: Sequence[Outcome]) ->
         problem = _not_told(way, outcomes)
     elif any(outcome.error for outcome in outcomes):
         return _refused(way, features, outcomes)
-    elif (refusal := refusal_of(way, features)) is not None:
+    elif (refusal := refusal_of(way, features)) is not None and refusal.always:
         problem = f"nothing was refused, and {refusal.text!r} is expected: is it right now?"
     elif (error := _error_alone(way, features)) is not None:
         problem = f"one process raises {error!r}, and no rank: does torch refuse it?"

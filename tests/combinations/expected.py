@@ -26,6 +26,7 @@ class Refusal(NamedTuple):
     beside   another one, without which the feature is right
     text     a regular expression of the error's text, the same on every rank
     ends     the group is over after it: ranks have done different things, and noticed
+    always   False: right, or refused, as the other features have it
     """
 
     ways: str
@@ -33,6 +34,7 @@ class Refusal(NamedTuple):
     text: str
     ends: bool = False
     beside: str = ""
+    always: bool = True
 
 
 FSDP = "FULL_SHARD* SHARD_GRAD_OP NO_SHARD hybrid *x?FULL_SHARD"
@@ -40,8 +42,15 @@ STAGES = "1F1B* ZB-H1*"
 REFUSED = [
     Refusal("LocalSGD* DiLoCo", "unfreezing", "frozen when the module was wrapped: wrap it after"),
     Refusal("DDP* *x?DDP", "optimizers in hooks", "an optimizer steps on"),
-    # What is never written leaves the end of a step to be seen inside the next backward pass.
-    Refusal("LocalSGD* DiLoCo", "optimizers in hooks", "a sync is due", beside="unused parameters"),
+    # What is never written leaves the end of the first step to be seen inside the next backward pass,
+    # before which a sync may be due.
+    Refusal(
+        "LocalSGD* DiLoCo",
+        "optimizers in hooks",
+        "a sync is due",
+        beside="unused parameters",
+        always=False,
+    ),
     # torch's own words, as of fully_shard: shards are in no graph.
     Refusal(FSDP, "autograd.grad for parameters", "appears to not have been used in the graph"),
     Refusal(FSDP, "unused on one rank", "pass a unit= around it that every rank calls", ends=True),

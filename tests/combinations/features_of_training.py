@@ -292,7 +292,8 @@ class Schedulers(Feature):
 
 
 class Compressed(Feature):
-    """All that was left out is sent in the end. With a small rate the sum of gradients is known.
+    """All that was left out is sent in the end. With a small rate the sum of gradients is known:
+    what the gradients change by while some are left over is the square of it.
 
     rests   steps without gradients, in which what error feedback has left over is sent
     """
@@ -310,7 +311,7 @@ class Compressed(Feature):
 
     def prepare(self, job: Job) -> None:
         job.steps += self.flushes(job)
-        job.rate, job.outer_momentum = 1e-3, False
+        job.rate, job.outer_momentum = 5e-4, False
 
     def options(self, job: Job, inner: Inner) -> dict[str, Any]:
         return {**inner(), "compression": phalanx.ErrorFeedback(self.made())}

@@ -102,7 +102,9 @@ class Processes(Place):
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")  # which imports torch once for all
         context.set_forkserver_preload(["places"])
-        with environment(PYTHONPATH=str(Path(__file__).parent)):
+        given = os.environ.get("PYTHONPATH")
+        path = os.pathsep.join([str(Path(__file__).parent), *([given] if given else [])])
+        with environment(PYTHONPATH=path):
             for rank in range(MOST):
                 here, there = context.Pipe()
                 process = context.Process(target=serve, args=(rank, there), daemon=False)

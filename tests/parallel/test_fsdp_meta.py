@@ -178,3 +178,28 @@ def test_parts_on_the_meta_device_and_parts_with_values_may_be_mixed():
         fsdp(noise(2, 3)).sum().backward()
 
     on_ranks(COOPERATIVE, 2, build, body)
+
+
+def test_parameters_keep_the_hooks_and_the_attributes_that_they_had_there():
+    """Gradients are three times those of a model without hooks; every parameter is stepped once."""
+
+    def body(model: nn.Module, backend: Backend) -> Any:
+        stepped: list[Tensor] = []
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: 3 * gradient)
+            parameter.register_post_accumulate_grad_hook(stepped.append)
+            parameter.decays = False
+        torch.manual_seed(0)
+        fsdp = FSDP(model, backend)
+        torch.manual_seed(0)
+        plain = nn.Linear(3, 2)
+        for one in (fsdp, plain):
+            one(noise(2, 3)).square().sum().backward()
+        assert len(stepped) == len(list(fsdp.parameters()))
+        assert not any(parameter.decays for parameter in fsdp.parameters())
+        whole = [parameter.grad.flatten() for parameter in plain.parameters()]
+        own = torch.cat([parameter.grad.flatten() for parameter in fsdp.parameters()])
+        size = sum(map(len, whole)) // backend.world_size
+        torch.testing.assert_close(own, 3 * torch.cat(whole)[backend.rank * size :][:size])
+
+    on_ranks(COOPERATIVE, 2, lambda: on_meta(lambda: nn.Linear(3, 2)), body)

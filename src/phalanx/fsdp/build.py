@@ -17,6 +17,7 @@ from phalanx.fsdp.strategy import MixedPrecision, ShardingStrategy
 from phalanx.fsdp.unsharded import registrations
 from phalanx.parallel.averaging import broadcast_all_
 from phalanx.parallel.guards import check_same_model, refuse
+from phalanx.torch_internals import copy_hooks
 
 Initialize = Callable[[nn.Module], None]
 
@@ -98,6 +99,8 @@ def _materialize(model: nn.Module, module: nn.Module, cuts: Cuts) -> None:
         if old is None or not old.is_meta:
             continue
         fresh = nn.Parameter(torch.empty_like(old, device="cpu"), requires_grad=old.requires_grad)
+        vars(fresh).update(vars(old))
+        copy_hooks(old, fresh, keep=lambda _: True)
         for at in registrations(model):
             if at.parameter is old:
                 at.module._parameters[at.attribute] = fresh
