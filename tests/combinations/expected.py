@@ -42,8 +42,8 @@ STAGES = "1F1B* ZB-H1*"
 REFUSED = [
     Refusal("LocalSGD* DiLoCo", "unfreezing", "frozen when the module was wrapped: wrap it after"),
     Refusal("DDP* *x?DDP", "optimizers in hooks", "an optimizer steps on"),
-    # What is never written leaves the end of the first step to be seen inside the next backward pass,
-    # before which a sync may be due.
+    # What is never written leaves the end of the first step to be seen inside the next backward
+    # pass, before which a sync may be due.
     Refusal(
         "LocalSGD* DiLoCo",
         "optimizers in hooks",

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from wrappers import Way
 
 import phalanx
+from phalanx.torch_internals import copy_hooks
 
 try:  # here, once for all workers: it takes longer than ranks wait for each other
     import peft  # type: ignore[import-not-found]
@@ -226,7 +227,10 @@ class Meta(Pretrained):
 
     def ready(self, job: Job, inner: Inner) -> None:
         if not job.alone and any(p.is_meta for p in job.model.parameters()):
+            before = dict(job.model.named_parameters())
             job.model.to_empty(device="cpu")
+            for name, parameter in job.model.named_parameters():  # to_empty of torch drops hooks
+                copy_hooks(before[name], parameter, keep=lambda _: True)
         super().ready(job, inner)
 
 
