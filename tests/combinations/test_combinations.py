@@ -23,7 +23,7 @@ from expected import REFUSED, TORCH_IS_WRONG, TORCH_REFUSES, refusal_of
 from feature import Feature, fits
 from features import FEATURES
 from places import Place, place_of
-from run import names_in
+from table import names_in
 from wrappers import WAYS, Way
 
 HERE = Path(__file__).parent
