@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
@@ -41,6 +42,9 @@ class NoSync(Feature):
 @feature("two passes", "training", tags="passes", against="once")
 class TwoPasses(Feature):
     """Two backward passes that are both averaged, and add up."""
+
+    def prepare(self, job: Job) -> None:
+        job.averages *= 2
 
     def passes(self, job: Job, inner: Inner, rows: slice) -> None:
         inner(slice(0, 2))
@@ -81,8 +85,11 @@ class JoinFeature(Feature):
             yield
             return
         job.steps -= job.part
+        passes = count(1)
 
         def step() -> None:
+            if next(passes) % job.averages:  # the others go on with this step
+                return
             job.through("update", job.update)
             job.through("after_step", lambda: None)
             job.zero_grad()
@@ -241,6 +248,9 @@ class CreateGraph(Feature):
 @feature("backward(retain_graph=True)", "gradients", tags="backward once")
 class RetainGraph(Feature):
     """The same loss goes back twice."""
+
+    def prepare(self, job: Job) -> None:
+        job.averages *= 2
 
     def lacks(self, way: Way) -> str:
         return PIPELINE if way.pipeline else ""

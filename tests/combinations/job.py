@@ -79,6 +79,7 @@ class Job:
         self.seed = 0
         self.steps = STEPS
         self.factor = 1.0  # of the loss
+        self.averages = 1  # backward passes of a step that are averaged
         self.number = 0
         self.taken = 0  # steps of optimizers
         self.rate = RATE

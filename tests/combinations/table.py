@@ -117,16 +117,19 @@ def _run_in(name: str, options: argparse.Namespace) -> dict[Cell, Verdict]:
     features = [one for one in FEATURES if one.name in options.features]
     features = [one for one in features if not (options.fast and one.slow)]
     both = not options.pairs and not options.triples
+    part, parts = options.part
     place, found = place_of(name), {}
     try:
         if options.pairs or both:
-            found |= run(place, list(pairs(ways, features)), "pairs", verbose=options.verbose)
+            cells = list(pairs(ways, features))[part::parts]
+            found |= run(place, cells, "pairs", verbose=options.verbose)
         if options.triples or both:
             wrong = {(way, one[0]) for (way, one), v in found.items() if v.status == WRONG}
             sets = list(triples(ways, features, options.width, options.seed, wrong))
             if name != "simulated":  # half of them each, of those that do not take seconds
                 quick = [cell for cell in sets if not any(one.slow for one in cell[1])]
                 sets = quick[PLACES.index(name) - 1 :: 2]
+            sets = sets[part::parts]
             found |= run(place, sets, "sets of features", verbose=options.verbose)
     finally:
         place.close()
@@ -134,26 +137,28 @@ def _run_in(name: str, options: argparse.Namespace) -> dict[Cell, Verdict]:
 
 
 def _at_once(names: Sequence[str]) -> dict[str, dict[Cell, Verdict]]:
-    """The same command in each place, as a process for each."""
+    """The same command in each place, as a process for each; as two for simulated ranks, which are
+    on one processor and take most of the time.
+    """
     features = {one.name: one for one in FEATURES}
+    shares = [(name, n, 2) for name in names if name == "simulated" for n in range(2)]
+    shares += [(name, 0, 1) for name in names if name != "simulated"]
+    found: dict[str, dict[Cell, Verdict]] = {name: {} for name in names}
     with tempfile.TemporaryDirectory() as folder:
-        files = {name: Path(folder, name) for name in names}
         given = [word for word in sys.argv[1:] if word not in ("--write-docs", *names, "--backend")]
-        begun = [
-            subprocess.Popen(
-                [sys.executable, sys.argv[0], *given, "--backend", name, "--results", str(file)]
-            )
-            for name, file in files.items()
-        ]
-        for process in begun:
+        begun = []
+        for name, part, parts in shares:
+            file = Path(folder, f"{name}-{part}")
+            words = ["--backend", name, "--part", str(part), str(parts), "--results", str(file)]
+            process = subprocess.Popen([sys.executable, sys.argv[0], *given, *words])
+            begun.append((process, name, file))
+        for process, name, file in begun:
             process.wait()
-        return {
-            name: {
+            found[name] |= {
                 (BY_NAME[way], tuple(features[one] for one in chosen)): verdict
                 for way, chosen, verdict in pickle.loads(file.read_bytes())
             }
-            for name, file in files.items()
-        }
+    return found
 
 
 def _by_name(found: dict[Cell, Verdict]) -> list[tuple[str, list[str], Verdict]]:
@@ -175,6 +180,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--write-docs", action="store_true", help=f"write the table of {PAGE.name}")
     parser.add_argument("--fast", action="store_true", help="without features that take seconds")
     parser.add_argument("--results", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help=argparse.SUPPRESS)
     parser.add_argument("--verbose", action="store_true", help="print each cell")
     options = parser.parse_args()
     options.only = names_in(parser, "--only", options.only, [way.name for way in WAYS])

@@ -260,9 +260,10 @@ class DDP(Wrapper):
         blocks, and its `.grad`s become theirs. In the end parameters and buffers are those of a
         rank that trained to the last.
 
-        step        called on a rank that waits, after each backward pass of the others, so that its
-            optimizer and schedule stay those of the others. Leave it out only if they hold no state
-            (plain SGD): momentum that stayed behind pulls the ranks apart in the next epoch
+        step        called on a rank that waits, after each averaging backward pass of the others,
+            so that its optimizer and schedule stay those of the others (count the calls, if several
+            are one step). Leave it out only if they hold no state (plain SGD): momentum that stayed
+            behind pulls the ranks apart in the next epoch
         divide_by_initial_world_size  divide sums of gradients by the number of all ranks; else by
             that of the ranks that have a batch, which gives the gradient of the joined batch
             (torch's default is the former). With `weighted` both are the same
