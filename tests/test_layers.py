@@ -49,7 +49,7 @@ BUDGETS = {  # of each package: lines, files
     "cli": (1_190, 9),
     "collectives": (5_000, 21),
     "compression": (1_770, 7),
-    "core": (5_150, 19),
+    "core": (5_240, 19),
     "fsdp": (2_620, 10),
     "launch": (4_200, 20),
     "native": (2_250, 8),
@@ -64,8 +64,8 @@ BUDGETS = {  # of each package: lines, files
     "torch_backend": (1_900, 9),
     "training": (1_020, 5),
     "transport": (710, 3),  # without its packages
-    "transport.shm": (1_500, 5),
-    "transport.tcp": (3_600, 11),
+    "transport.shm": (1_530, 7),
+    "transport.tcp": (3_590, 11),
     "wire": (1_350, 6),
 }
 LONGEST_BODY = 53  # lines of a function, without signature and docstring

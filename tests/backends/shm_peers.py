@@ -29,6 +29,6 @@ def local_peers(size: int) -> Iterator[list[HostDomain]]:
 def make_control(domain: list[HostDomain], rank: int, ident: int = 0) -> ControlBlock:
     """A rank's control block for a group of all."""
     ranks = tuple(range(len(domain)))
-    control = ControlBlock.of(domain[rank], Members(ident, ranks, rank))
+    control = domain[rank].shared(Members(ident, ranks, rank))
     assert control is not None
     return control

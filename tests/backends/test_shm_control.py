@@ -25,7 +25,8 @@ from phalanx.transport.shm.control import (
     ShmEpoch,
     peer_slot,
 )
-from phalanx.transport.shm.domain import USED, HostDomain
+from phalanx.transport.shm.directory import USED
+from phalanx.transport.shm.domain import HostDomain
 
 
 def asked(rolling_hash: int) -> Call:

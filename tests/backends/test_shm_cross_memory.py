@@ -19,7 +19,7 @@ import phalanx
 from phalanx import Backend, BackendUnavailableError
 from phalanx.transport.shm import cross_memory
 from phalanx.transport.shm.cross_memory import ProcessMemory, cma_setting, reading_pays
-from phalanx.transport.shm.domain import PROOF, READS, UnreadableError
+from phalanx.transport.shm.directory import PROOF, READS, UnreadableError
 
 HERE = ProcessMemory(os.getpid())
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx import BackendUnavailableError
-from phalanx.transport.shm.domain import (
+from phalanx.transport.shm.directory import (
     CONTROL_BLOCKS,
     EDITION,
     SEGMENTS,

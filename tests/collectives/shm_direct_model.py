@@ -106,12 +106,12 @@ class Member:
     def empty(self, count: int, dtype: torch.dtype, *, registered: bool) -> Tensor:
         """Memory in the arena, or not."""
         if registered:
-            return self.domain.arena.empty((count,), dtype)
+            return self.domain.empty((count,), dtype)
         return torch.empty(count, dtype=dtype)
 
     def make_control(self, ident: int, ranks: tuple[int, ...]) -> ControlBlock:
         """A group is made."""
-        control = ControlBlock.of(self.domain, Members(ident, ranks, self.rank))
+        control = self.domain.shared(Members(ident, ranks, self.rank))
         assert control is not None
         return control
 

@@ -54,7 +54,7 @@ from phalanx.transport.shm.control import (
     Region,
     ShmEpoch,
 )
-from phalanx.transport.shm.domain import UnreadableError
+from phalanx.transport.shm.directory import UnreadableError
 from phalanx.transport.shm.segments import tensor_at
 
 # ------------------------------------------------------------------------------

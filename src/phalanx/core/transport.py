@@ -13,9 +13,9 @@ all of these, and in the methods here unless they say otherwise.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,8 +25,10 @@ from phalanx.core.steps import SharedGroup, Source
 from phalanx.wire.control import Answer, Ask, FailureNotice
 
 if TYPE_CHECKING:
+    from phalanx.core.call import Members
     from phalanx.core.group import Group
     from phalanx.core.work import Work
+    from phalanx.wire.frame import Header
 
 Control: TypeAlias = "FailureNotice | Ask | Answer | None"
 """A control message about a group; None: this rank has closed it."""
@@ -115,6 +117,96 @@ class Transport(ABC):
         The same answer on every one of them.
         """
         return None
+
+
+# ------------------------------------------------------------------------------
+# What the ranks of a host share, as a transport sees it whose bytes go over sockets.
+
+
+class Ring(Protocol):
+    """Memory through which large messages go to a rank of this host, and come from it.
+
+    least    bytes of a message from which on it goes this way
+    piece    bytes of the parts in which it does
+    pieces   how many parts there is room for
+    """
+
+    least: int
+    piece: int
+    pieces: int
+
+    def put(self, send: PostedSend, offset: int) -> bytes | None:
+        """Put a message's next part in; the frame that says so, or None while there is no room."""
+
+    def came(self, header: Header, payload: bytes) -> tuple[Header, memoryview]:
+        """Such a frame has come: the header of the message's part, and its bytes in the memory.
+
+        Raises `FrameError` for an invalid one.
+        """
+
+    def taken(self, count: int) -> None:
+        """The oldest parts have been read: the peer may use their memory again."""
+
+    def when_free(self, go_on: Callable[[], None]) -> None:
+        """There is no room: call `go_on` when there is."""
+
+    def give_up(self) -> None:
+        """Nothing more is to be sent."""
+
+
+class HostMemory(Protocol):
+    """Memory that the ranks of this host have in common, and what wakes those that wait for it.
+
+    A rank that waits for another one's word in memory says that it sleeps (`park`), looks at the
+    word once more, and sleeps until `wakeup` is readable.
+
+    memory, wakeup_end   file descriptors that the ranks of this host open, to attach and to wake
+    wakeup               the file descriptor that is readable when this rank is woken
+    begins_to_wait       called when a ring begins to wait for room
+    """
+
+    memory: int
+    wakeup: int
+    wakeup_end: int
+    begins_to_wait: Callable[[], None]
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether this rank has said that it sleeps."""
+
+    @property
+    def stalled(self) -> Mapping[Any, Callable[[], None]]:
+        """Rings that had no room, and what to do when they have."""
+
+    def resume_stalled(self) -> None:
+        """Go on with those that have room again."""
+
+    def park(self) -> None:
+        """Say that this rank sleeps. The caller then checks once more what it waits for."""
+
+    def unpark(self) -> None:
+        """Say that this rank is awake."""
+
+    def on_wakeup(self, readable: bool, writable: bool) -> None:
+        """`wakeup` is readable: empty it."""
+
+    def ring(self, peer: int) -> Ring | None:
+        """The memory for large messages to and from a peer, once it is attached."""
+
+    def shared(self, group: Members) -> SharedGroup | None:
+        """What the members of a group that are on this host share, if there are others."""
+
+    def source(self) -> Source:
+        """A source of memory that ranks of this host have in common."""
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """An uninitialized tensor in memory that this rank shows to the others."""
+
+    def detach(self) -> None:
+        """In a child that was forked: what it writes there stays in it."""
+
+    def close(self) -> None:
+        """Nobody can attach this rank's memory from now on, or wake it."""
 
 
 # ------------------------------------------------------------------------------

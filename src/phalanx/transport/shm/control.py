@@ -24,25 +24,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from os import cpu_count, sched_yield
 from time import perf_counter
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from phalanx.core.call import Call, Members
+from phalanx.core.call import Call
 from phalanx.core.steps import Step
 from phalanx.errors import BackendUnavailableError
 from phalanx.transport.shm.cross_memory import VARIABLE
-from phalanx.transport.shm.domain import (
+from phalanx.transport.shm.directory import (
     ASLEEP,
     READS,
     WEAK_ORDER,
-    HostDomain,
     LocalPeer,
     UnreadableError,
 )
 from phalanx.transport.shm.segments import Block, Segment, tensor_at
+
+if TYPE_CHECKING:
+    from phalanx.transport.shm.domain import HostDomain
 
 STAGE = 8 << 20  # bytes of staging memory, of which large tensors use all
 AHEAD = 16  # entries; with less, a root that waits for room is woken up for a few calls only
@@ -105,16 +107,6 @@ class ControlBlock:
         self._patience = 0.0 if any(other.is_here for other in self.others) else PATIENCE
         self.fence = domain.fence
         domain.directory.add_control_block(group, number, offset)
-
-    @classmethod
-    def of(cls, domain: HostDomain, group: Members) -> ControlBlock | None:
-        """One for the members of a group that are on this host, if there are others."""
-        here = group.here
-        ranks = tuple(rank for rank in group.ranks if rank == here or rank in domain.local_peers)
-        if len(ranks) == 1:
-            return None
-        domain.closed = [give_back for give_back in domain.closed if not give_back()]
-        return cls(domain, group.id, ranks, here)
 
     def slot(self, place: int) -> PeerSlot:
         """The peer slot of a member that has arrived at an epoch of this group before."""

@@ -28,7 +28,7 @@ from phalanx.core.engine import Engine
 from phalanx.core.failure import Failure
 from phalanx.core.matching import IncomingMessage
 from phalanx.core.posted import PostedSend
-from phalanx.transport.shm.domain import LARGE, PIECE, PIECES, HostDomain, RingBuffer
+from phalanx.core.transport import HostMemory, Ring
 from phalanx.transport.tcp.admission import HUNG_UP
 from phalanx.transport.tcp.loop import READ, WRITE, Reactor
 from phalanx.transport.tcp.tls import INSTALL, Tls, TlsSocket
@@ -119,7 +119,7 @@ class Mesh:
         self.told: Failure | None = None
         self.rendezvous: Callable[[int, Kind, bytes], None] | None = None
         self.host = ""
-        self.domain: HostDomain | None = None
+        self.domain: HostMemory | None = None
         self.shares = False
         self.wide: Flooding | None = None
         self._told_readable = False
@@ -213,8 +213,8 @@ class Mesh:
             connection.sock.close()
         for sock in self.wide.sockets() if self.wide is not None else ():
             sock.close()
-        for segment in self.domain.arena.segments if self.domain is not None else ():
-            segment.detach()
+        if self.domain is not None:
+            self.domain.detach()
 
     def close(self) -> None:
         """Close every connection."""
@@ -271,8 +271,8 @@ class Connection:
         self.peer = peer
         self.sock = sock
         self.left = self.heard = self.given_up = False
-        self.out: RingBuffer | None = None
-        self._ring: RingBuffer | None = None
+        self.out: Ring | None = None
+        self._ring: Ring | None = None
         self._owed = 0  # pieces of the peer's ring buffer that were read but not acknowledged
         self._decoder = FrameDecoder(self)
         self._arrival: IncomingMessage | None = None
@@ -405,13 +405,13 @@ class Connection:
         send = self._queue[0]
         work, view = send.work, send.view
         total, start = len(view), max(self._begun, 0)
-        if self.out is not None and total >= LARGE:
+        if self.out is not None and total >= self.out.least:
             frame = self.out.put(send, start)
             if frame is None:  # it is full. Control frames may go first
                 self.out.when_free(self.flush)
                 return False
             self._pieces = [memoryview(frame)]
-            self._begun = min(start + PIECE, total)
+            self._begun = min(start + self.out.piece, total)
             return True
         payload = view[start : start + MAX_PAYLOAD]
         size = len(payload)
@@ -556,14 +556,13 @@ class Connection:
     # Ring buffers ---------------------------------------------------------------------------
 
     @property
-    def ring(self) -> RingBuffer | None:
+    def ring(self) -> Ring | None:
         """The ring buffers to and from the peer, once their memory is attached.
 
         The peer may use its own as soon as this rank has attached it, before this rank does.
         """
-        domain = self.mesh.domain
-        if self._ring is None and domain is not None and self.peer in domain.local_peers:
-            self._ring = RingBuffer(domain, self.peer)
+        if self._ring is None and self.mesh.domain is not None:
+            self._ring = self.mesh.domain.ring(self.peer)
         return self._ring
 
     def _piece_came(self, header: Header, payload: bytes) -> None:
@@ -589,9 +588,9 @@ class Connection:
         if self.mesh.engine.matching.has_room(arrival, self.peer, MAX_PAYLOAD):
             self._owed = 0
             ring.taken(owed)
-        elif owed < PIECES:
+        elif owed < ring.pieces:
             return
-        if owed == PIECES:
+        if owed == ring.pieces:
             self._tell_room()
 
     def close(self) -> None:

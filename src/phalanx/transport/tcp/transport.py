@@ -22,8 +22,6 @@ from phalanx.core.posted import PostedSend, Wait
 from phalanx.core.steps import Step
 from phalanx.core.transport import Control, Transport
 from phalanx.core.work import Work
-from phalanx.transport.shm.control import ControlBlock
-from phalanx.transport.shm.segments import Piece
 from phalanx.transport.tcp.connection import MESSAGES, Mesh, Outlet
 from phalanx.transport.tcp.flooding import Flooding
 from phalanx.transport.tcp.heartbeat import Heartbeat
@@ -34,8 +32,8 @@ from phalanx.wire.handshake import Identity
 
 if TYPE_CHECKING:
     from phalanx.core.group import Group
-    from phalanx.core.steps import Source
-    from phalanx.transport.shm.domain import HostDomain
+    from phalanx.core.steps import SharedGroup, Source
+    from phalanx.core.transport import HostMemory
 
 GLANCE_EVERY = 0.01  # seconds between polls of the sockets while calls need none
 SPIN = 2e-4  # seconds that a waiting thread polls before it sleeps, where that pays
@@ -75,7 +73,7 @@ class TcpTransport(Transport):
             self.mesh.wide = self.wide = Flooding(self.mesh, heartbeat)
         self.reactor = self.mesh.reactor
         self.heartbeat = Heartbeat(self.mesh, heartbeat, self.look)
-        self.domain: HostDomain | None = None
+        self.domain: HostMemory | None = None
         self.first_look = FIRST_LOOK
         self.expiry_check = EXPIRY_CHECK
         self.spin = 0.0
@@ -89,7 +87,7 @@ class TcpTransport(Transport):
         self._thread_looks_at = 0.0  # when it wakes by itself
         self._looks = 0  # at steps that are polled, since one was complete
 
-    def share(self, domain: HostDomain) -> None:
+    def share(self, domain: HostMemory) -> None:
         """From now on, groups have control blocks in the shared memory of this host."""
         self.domain = domain
         self.spin = 0.0  # its steps do that
@@ -151,20 +149,20 @@ class TcpTransport(Transport):
     # Memory ---------------------------------------------------------------------------------
 
     @override
-    def shared(self, group: Group) -> ControlBlock | None:
-        return ControlBlock.of(self.domain, group) if self.domain is not None else None
+    def shared(self, group: Group) -> SharedGroup | None:
+        return self.domain.shared(group) if self.domain is not None else None
 
     @override
     def alloc(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if self.domain is None:
             return super().alloc(shape, dtype)
         with self.engine.lock:
-            return self.domain.arena.empty(shape, dtype)
+            return self.domain.empty(shape, dtype)
 
     @override
     def common(self, group: Group) -> Source | None:
         together = group.shared is not None and group.shared.size == group.size
-        return Piece() if together else None
+        return self.domain.source() if self.domain is not None and together else None
 
     # Waiting --------------------------------------------------------------------------------
 
