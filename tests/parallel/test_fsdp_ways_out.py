@@ -281,3 +281,52 @@ def test_a_module_that_reads_another_group_s_parameter_is_told_what_to_do(
         together(noise(4, 6, seed=backend.rank)).sum().backward()
 
     on_ranks(where, RANKS, lambda: seeded(Reads), body)
+
+
+class Fails(nn.Module):
+    """Raises once, with what it was given in the error, which keeps the graph behind that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.fails = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            self.fails = False
+            raise ValueError(x)
+        return self.layer(x)
+
+
+class PartlyUsed(nn.Module):
+    def __init__(self, *, used: bool) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.used = used
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.always(x))
+        return self.sometimes(x) if self.used else x
+
+
+def test_a_forward_pass_that_failed_is_not_waited_for_whoever_keeps_its_error():
+    """On rank 0 a group lacks a gradient: it is reduced when the pass has left it, as on rank 1."""
+
+    def build(rank: int) -> nn.Module:
+        layers = lambda: (PartlyUsed(used=True), PartlyUsed(used=rank > 0), Fails())  # noqa: E731
+        return seeded(lambda: nn.Sequential(*layers()))
+
+    def body(_: nn.Module, backend: Backend) -> Any:
+        fsdp = FSDP(build(backend.rank), backend, unit=(PartlyUsed, Fails))
+        with pytest.raises(ValueError, match="tensor") as kept:
+            fsdp(noise(3, 6))
+        fsdp(noise(3, 6)).pow(2).sum().backward()
+        assert kept.value.args
+        return gradient_pieces(fsdp)
+
+    plain = [build(rank) for rank in range(RANKS)]
+    for model in plain:
+        model[2].fails = False
+        model(noise(3, 6)).pow(2).sum().backward()
+    expected = mean_of([gradients(model) for model in plain])
+    assert_close(joined(on_ranks(MESSAGES, RANKS, nn.Module, body)), expected)

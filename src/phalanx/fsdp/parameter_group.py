@@ -35,6 +35,7 @@ UnitRule: TypeAlias = (
 class ForwardCall:
     """One forward pass of a group's module, for its backward pass.
 
+    forward   the number of the model's forward pass, or of the last one
     epoch     the write epoch whose parameters it has read
     earlier   the groups that were called before it in its pass, the last one first
     outer     the call of a group around it, in which it was made
@@ -45,6 +46,7 @@ class ForwardCall:
     """
 
     group: ParameterGroup
+    forward: int
     epoch: int
     earlier: Sequence[ParameterGroup]
     outer: ForwardCall | None

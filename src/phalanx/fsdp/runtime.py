@@ -89,6 +89,7 @@ class FsdpRuntime:
         # Groups' forward passes inside each other; what error was being handled when each began;
         # the nodes that have computed its inputs, of a leaf None.
         self._stack: list[tuple[ForwardCall, BaseException | None, set[Any]]] = []
+        self._forwards = 0
         self._keeps_graph = False
         self._accumulates = False  # whether the backward pass adds to gradients of parameters
         # Whether there is a graph of a backward pass, which will read parameters, too; and whether
@@ -136,7 +137,7 @@ class FsdpRuntime:
             place = len(order)
         earlier = order[max(place - 1 - self.prefetch, 0) : max(place - 1, 0)][::-1]
         outer = self._stack[-1][0] if self._stack else None
-        call = ForwardCall(group, self.write_epoch.number, earlier, outer)
+        call = ForwardCall(group, self._forwards, self.write_epoch.number, earlier, outer)
         self._stack.append((call, sys.exc_info()[1], _nodes((args, kwargs))))
         group.unshard()
         group.wait_for_unshard()
@@ -159,6 +160,7 @@ class FsdpRuntime:
         self.write_epoch.settle()
         self.swap.swap_in("forward")
         self._order = []
+        self._forwards += 1
         self._has_graph = False
         self.has_run = True
         self.prefetched = False
@@ -190,8 +192,16 @@ class FsdpRuntime:
                     self.reshard_all()
 
     def abandon_forward(self) -> None:
-        """It was left by an error, of which torch tells no hooks if it is an interrupt."""
-        if self._stack and not inside_backward():
+        """It was left by an error, of which torch tells no hooks if it is an interrupt.
+
+        No backward pass will come to what it has computed. The error may keep that, and each rank
+        frees it at another time: what waits must not depend on it.
+        """
+        if inside_backward():
+            return
+        for group in self.groups:
+            group.waiting -= {call for call in group.waiting if call.forward == self._forwards}
+        if self._stack:
             self._stack = []
             self.swap.swap_out("forward")
 
