@@ -22,7 +22,7 @@ from phalanx.ops.observe.watch.gather import find_job, follow, snapshot
 from phalanx.ops.observe.watch.launcher import NodeWatch
 from phalanx.ops.observe.watch.nodes import RemoteNode
 from phalanx.ops.observe.watch.server import MOST_WATCHERS, WatchServer
-from phalanx.ops.observe.watch.state import JobState, RankState
+from phalanx.ops.observe.watch.state import MOST_BYTES, JobState, RankState
 from phalanx.wire.control import Endpoint, parse_address
 
 PATIENCE = 30.0
@@ -199,6 +199,23 @@ def test_one_watcher_too_many_is_told_why_and_comes_in_when_another_has_left(
                 watchers.append(watcher(server.endpoint))
         for each in watchers:
             each.close()
+
+
+@pytest.mark.parametrize(
+    "said", [b"{}\n", b"[" * 100_000 + b"\n", b"\xff\n", b"x" * (3 * MOST_BYTES)]
+)
+def test_a_node_that_says_no_state_is_hung_up_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    def talk(server: WatchServer, sock: socket.socket) -> None:
+        with sock, suppress(OSError):
+            sock.sendall(said)
+
+    monkeypatch.setattr(WatchServer, "_serve", talk)
+    with served(WatchFolder(tmp_path)) as server:
+        node = watcher(server.endpoint)
+    assert node.latest is None
+    assert node.problem.startswith(("it says what is no state", "it has closed the connection"))
 
 
 def test_where_the_job_was_given_no_token_its_nodes_draw_one(
