@@ -24,9 +24,7 @@ for its ranks alone, and agrees with itself.
 from __future__ import annotations
 
 import errno
-import hmac
 import math
-import secrets
 import socket
 import threading
 import time
@@ -35,17 +33,15 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from phalanx.errors import BackendUnavailableError, DistributedError, MisuseError, plain
-from phalanx.launch.observer import NodePlace, OtherNodes
+from phalanx.launch.observer import NodePlace, WatchedNodes
 from phalanx.launch.report import AGAIN, RankExit, describe_failure, root_cause
 from phalanx.launch.store import StoreClient, StoreServer, connect_store, listen_for_store
 from phalanx.native.meeting import tries
 from phalanx.transport.tcp.addresses import reserve_port
-from phalanx.transport.tcp.admission import find_token
 from phalanx.wire.control import Endpoint, learned, parse_address
 
 PATIENCE = 300  # seconds to wait for a node that does not join, or does not answer any more
 _POLL = 0.1
-_LOOK_EVERY = 5  # polls between two looks whether somebody watches on another node
 _SETTLE = 10.0  # seconds that nodes have to stop their ranks, and to write that they have
 _LAST_WORDS = 5.0  # seconds that node 0 keeps the store for nodes that have not read its end
 
@@ -88,20 +84,12 @@ class _Joined(msgspec.Struct, frozen=True, array_like=True):
     port: int
 
 
-class _Watched(msgspec.Struct, frozen=True):
-    """Where a node can be watched, or why it cannot."""
-
-    address: str = ""
-    reason: str = ""
-
-
 class Nodes:
     """This node's part in a job; `close()` it at the end.
 
     `placement` is the first rank of this node and the world size; None until all nodes have joined.
     `token` is the job's, by which the store's clients are let in, and `job` its name.
-    `watched` is to be set when somebody watches on this node; `listen(endpoint, token, ranks)` has
-    to return then where this node can be watched, or raise why it cannot.
+    `watching` tells the nodes where each of them can be watched; `listen` is for it.
     With several nodes a thread sets the attributes.
     """
 
@@ -117,11 +105,8 @@ class Nodes:
         master: str = "",
         listen: Callable[[Endpoint, str, int], str] | None = None,
     ) -> None:
-        self.watched = threading.Event()
-        self._listen_for_watchers = listen
+        self.watching = WatchedNodes(node_rank, listen)
         self._token, self._job = token, job
-        self._watch_token = ""  # of those who watch, when somebody does
-        self._places: dict[int, NodePlace] = {}
         self._nodes, self._node_rank = nodes, node_rank
         self._ranks, self._options = ranks, [nodes, max_restarts]
         self.endpoint = parse_address(master) if nodes > 1 else Endpoint("127.0.0.1", 0)
@@ -176,13 +161,6 @@ class Nodes:
         if generation == 0:
             return self._first_port
         return next((one.port for one in self._written_of(generation - 1) if one.node == 0), 0)
-
-    def others(self) -> OtherNodes | None:
-        """Return where the other nodes can be watched, as far as they have said; None: not yet."""
-        if not self._watch_token:
-            return None
-        nodes = [place for place in self._places.values() if place.node != self._node_rank]
-        return OtherNodes(token=self._watch_token, nodes=nodes)
 
     def write(self, ended: NodeExit) -> None:
         """Tell all nodes how the next generation has ended on this one."""
@@ -334,16 +312,15 @@ class Nodes:
         first_rank = 0
         for other in range(nodes):
             host, ranks = plain(joined[other].host), joined[other].ranks
-            self._places[other] = NodePlace(
-                node=other, host=host, first_rank=first_rank, ranks=ranks
-            )
+            place = NodePlace(node=other, host=host, first_rank=first_rank, ranks=ranks)
+            self.watching.places[other] = place
             first_rank += ranks
         self._first_port = joined[0].port
-        return self._places[node].first_rank, first_rank
+        return self.watching.places[node].first_rank, first_rank
 
     def _exchange(self, store: StoreClient) -> None:
         """Write what there is to write, and read the log, until `close()`."""
-        written = polls = 0
+        written = 0
         while not self._closing.wait(_POLL) or self._unwritten:
             while self._unwritten:
                 ended = self._unwritten.pop(0)
@@ -358,52 +335,9 @@ class Nodes:
                     break
                 said = msgspec.json.decode(data, type=learned(NodeExit))
                 self._log.append(msgspec.structs.replace(said, summary=plain(said.summary)))
-            polls += 1
-            if self._listen_for_watchers is not None and (
-                self.watched.is_set() or polls % _LOOK_EVERY == 0
-            ):
-                self._meet_watchers(store, self._listen_for_watchers)
+            self.watching.meet(store, self.endpoint)
         ended_nodes = store.add("phalanx/ended", 1)
         deadline = time.monotonic() + _LAST_WORDS
         while self._node_rank == 0 and ended_nodes < self._nodes and time.monotonic() < deadline:
             time.sleep(_POLL)
             ended_nodes = store.add("phalanx/ended", 0)
-
-    def _meet_watchers(
-        self, store: StoreClient, listen: Callable[[Endpoint, str, int], str]
-    ) -> None:
-        """When somebody watches, on any node, listen here; there, learn where the others do.
-
-        Where the job was given no token, theirs is drawn here, and stands in the store.
-        """
-        key, node = "phalanx/watch", self._node_rank
-        if not self._watch_token:
-            drawn = store.get(key)
-            if not drawn and self.watched.is_set() and store.add(f"{key}/drawn", 1) == 1:
-                drawn = secrets.token_hex(32).encode()
-                store.set(key, drawn)
-            if drawn is None:
-                return
-            self._watch_token = _token_of_watchers(drawn.decode())
-            try:
-                said = {"address": listen(self.endpoint, self._watch_token, self._ranks)}
-            except (OSError, DistributedError) as error:
-                said = {"reason": plain(str(error))}
-            self._places[node] = msgspec.structs.replace(self._places[node], **said)
-            store.set(f"{key}/{node}", msgspec.json.encode(said))
-        if self.watched.is_set():
-            for other, place in list(self._places.items()):
-                unknown = not place.address and not place.reason
-                if unknown and (data := store.get(f"{key}/{other}")):
-                    told = msgspec.json.decode(data, type=learned(_Watched))
-                    self._places[other] = msgspec.structs.replace(
-                        place, address=plain(told.address), reason=plain(told.reason)
-                    )
-
-
-def _token_of_watchers(drawn: str) -> str:
-    """Return by what the nodes of a job let each other's watchers in: it follows from the job's
-    token. `drawn` is it where there is none, as ranks have one of rank 0 then.
-    """
-    given = find_token()
-    return hmac.digest(given.encode(), b"phalanx watch", "sha256").hex() if given else drawn

@@ -1,20 +1,28 @@
-"""What a launcher tells those who watch its job: what an observer is, and which one a job has."""
+"""What a launcher tells those who watch its job, and where its other nodes can be watched."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hmac
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from phalanx import hooks
-from phalanx.errors import MisuseError, plain
+from phalanx.errors import DistributedError, MisuseError, plain
+from phalanx.transport.tcp.admission import find_token
+from phalanx.wire.control import learned
 
 if TYPE_CHECKING:
     from phalanx.launch.nodes import Nodes
+    from phalanx.launch.store import StoreClient
     from phalanx.launch.supervisor import RankProcess
     from phalanx.wire.control import Endpoint
+
+_LOOK_EVERY = 5  # calls of `meet` between two looks whether somebody watches on another node
 
 
 class Observer:
@@ -95,3 +103,64 @@ class OtherNodes(msgspec.Struct, kw_only=True):
 
     token: str
     nodes: list[NodePlace]
+
+
+class WatchedNodes:
+    """Where the nodes of a job can be watched: what their launchers tell each other in its store.
+
+    listen    `listen(endpoint, token, ranks)` returns where this node can be watched, or raises why
+              it cannot; it is called when somebody watches the job, on any node
+    watched   is to be set when somebody watches on this node
+    places    the nodes, as soon as all have joined
+    """
+
+    def __init__(self, node: int, listen: Callable[[Endpoint, str, int], str] | None) -> None:
+        self.watched = threading.Event()
+        self.places: dict[int, NodePlace] = {}
+        self._node, self._listen = node, listen
+        self._token, self._calls = "", 0  # the token of those who watch, when somebody does
+
+    def others(self) -> OtherNodes | None:
+        """Return where the other nodes can be watched, as far as they have said; None: not yet."""
+        if not self._token:
+            return None
+        nodes = [place for place in self.places.values() if place.node != self._node]
+        return OtherNodes(token=self._token, nodes=nodes)
+
+    def meet(self, store: StoreClient, master: Endpoint) -> None:
+        """When somebody watches, on any node, listen here; there, learn where the others do.
+
+        Where the job was given no token, theirs is drawn here, and stands in the store.
+        """
+        self._calls += 1
+        watched, key = self.watched.is_set(), "phalanx/watch"
+        if self._listen is None or not (watched or self._calls % _LOOK_EVERY == 0):
+            return
+        if not self._token:
+            drawn = store.get(key)
+            if not drawn and watched and store.add(f"{key}/drawn", 1) == 1:
+                drawn = secrets.token_hex(32).encode()
+                store.set(key, drawn)
+            if drawn is None:
+                return
+            self._token = _token_of_watchers(drawn.decode())
+            own = self.places[self._node]
+            try:
+                said = {"address": self._listen(master, self._token, own.ranks)}
+            except (OSError, DistributedError) as error:
+                said = {"reason": plain(str(error))}
+            self.places[self._node] = msgspec.structs.replace(own, **said)
+            store.set(f"{key}/{self._node}", msgspec.json.encode(said))
+        for other, place in list(self.places.items()) if watched else ():
+            if not (place.address or place.reason) and (data := store.get(f"{key}/{other}")):
+                told = msgspec.json.decode(data, type=learned(dict[str, str]))
+                address, reason = (plain(told.get(name, "")) for name in ("address", "reason"))
+                self.places[other] = msgspec.structs.replace(place, address=address, reason=reason)
+
+
+def _token_of_watchers(drawn: str) -> str:
+    """Return by what the nodes of a job let each other's watchers in: it follows from the job's
+    token. `drawn` is it where there is none, as ranks have one of rank 0 then.
+    """
+    given = find_token()
+    return hmac.digest(given.encode(), b"phalanx watch", "sha256").hex() if given else drawn

@@ -14,7 +14,8 @@ from phalanx.errors import BackendUnavailableError
 from phalanx.launch.server import DoorServer
 from phalanx.launch.store import StoreServer, connect_store
 from phalanx.ops.observe.watch.folder import WatchFolder
-from phalanx.ops.observe.watch.server import RemoteFolder, WatchServer
+from phalanx.ops.observe.watch.nodes import RemoteNode
+from phalanx.ops.observe.watch.server import WatchServer
 from phalanx.ops.observe.watch.state import JobState
 
 TOKEN = "a token of the tests of servers"
@@ -42,8 +43,9 @@ def ask_store(server: DoorServer) -> bool:
 
 
 def watch(server: DoorServer) -> bool:
-    with closing(RemoteFolder(server.endpoint, TOKEN.encode())) as remote:
-        return remote.read() is not None
+    with closing(RemoteNode("", server.endpoint, TOKEN.encode())) as remote:
+        remote.take()
+        return remote.latest is not None
 
 
 SERVERS = [(store_of, ask_store), (watch_server_of, watch)]

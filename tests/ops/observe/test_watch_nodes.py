@@ -20,9 +20,10 @@ from phalanx.launch.observer import NodePlace, OtherNodes
 from phalanx.ops.observe.watch.folder import OTHERS, WatchFolder
 from phalanx.ops.observe.watch.gather import find_job, follow, snapshot
 from phalanx.ops.observe.watch.launcher import NodeWatch
-from phalanx.ops.observe.watch.server import MOST_WATCHERS, RemoteFolder, WatchServer
-from phalanx.ops.observe.watch.state import JobState, RankState
-from phalanx.wire.control import parse_address
+from phalanx.ops.observe.watch.nodes import RemoteNode
+from phalanx.ops.observe.watch.server import MOST_WATCHERS, WatchServer
+from phalanx.ops.observe.watch.state import MOST_BYTES, JobState, RankState
+from phalanx.wire.control import Endpoint, parse_address
 
 PATIENCE = 30.0
 TOKEN = "the token of the tests of several launchers"
@@ -150,8 +151,15 @@ def test_only_who_holds_the_token_may_look_and_the_job_s_own_is_not_told(
     endpoint = parse_address(place.address)
     for wrong in (TOKEN, "another token of the tests of several"):
         with pytest.raises(AuthenticationError, match="do not hold the same token"):
-            RemoteFolder(endpoint, wrong.encode())
-    RemoteFolder(endpoint, others.token.encode()).close()
+            watcher(endpoint, wrong)
+    watcher(endpoint, others.token).close()
+
+
+def watcher(endpoint: Endpoint, token: str = TOKEN) -> RemoteNode:
+    """One who watches there, and has a state."""
+    node = RemoteNode("", endpoint, token.encode())
+    node.take()
+    return node
 
 
 @contextmanager
@@ -169,8 +177,8 @@ def test_callers_that_prove_nothing_take_no_watchers_place(tmp_path: Path) -> No
             sock = strangers.enter_context(socket.create_connection(server.endpoint, PATIENCE))
             if number % 2:
                 sock.sendall(b"PHX?")
-        owner = RemoteFolder(server.endpoint, TOKEN.encode())
-        assert owner.read() is not None
+        owner = watcher(server.endpoint)
+        assert owner.latest is not None
         owner.close()
 
 
@@ -180,17 +188,34 @@ def test_one_watcher_too_many_is_told_why_and_comes_in_when_another_has_left(
     folder = WatchFolder(tmp_path)
     folder.write("node-0.json", job(RankState(rank=0, pid=1)))
     with served(folder) as server:
-        watchers = [RemoteFolder(server.endpoint, TOKEN.encode()) for _ in range(MOST_WATCHERS)]
+        watchers = [watcher(server.endpoint) for _ in range(MOST_WATCHERS)]
         with pytest.raises(BackendUnavailableError, match="8 watch this job already"):
-            RemoteFolder(server.endpoint, TOKEN.encode())
+            watcher(server.endpoint)
         watchers.pop().close()
         deadline = time.monotonic() + PATIENCE
         while len(watchers) < MOST_WATCHERS:
             assert time.monotonic() < deadline
             with suppress(BackendUnavailableError):
-                watchers.append(RemoteFolder(server.endpoint, TOKEN.encode()))
-        for watcher in watchers:
-            watcher.close()
+                watchers.append(watcher(server.endpoint))
+        for each in watchers:
+            each.close()
+
+
+@pytest.mark.parametrize(
+    "said", [b"{}\n", b"[" * 100_000 + b"\n", b"\xff\n", b"x" * (3 * MOST_BYTES)]
+)
+def test_a_node_that_says_no_state_is_hung_up_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    def talk(server: WatchServer, sock: socket.socket) -> None:
+        with sock, suppress(OSError):
+            sock.sendall(said)
+
+    monkeypatch.setattr(WatchServer, "_serve", talk)
+    with served(WatchFolder(tmp_path)) as server:
+        node = watcher(server.endpoint)
+    assert node.latest is None
+    assert node.problem.startswith(("it says what is no state", "it has closed the connection"))
 
 
 def test_where_the_job_was_given_no_token_its_nodes_draw_one(

@@ -33,13 +33,9 @@ from phalanx.ops.observe.watch.folder import (
     private_folders,
     process_status,
 )
+from phalanx.ops.observe.watch.nodes import RemoteNode
 from phalanx.ops.observe.watch.publish import Publisher, begin
-from phalanx.ops.observe.watch.server import (
-    RemoteFolder,
-    WatchServer,
-    as_address,
-    token_for_watchers,
-)
+from phalanx.ops.observe.watch.server import WatchServer, as_address, token_for_watchers
 from phalanx.ops.observe.watch.state import (
     MOST_BYTES,
     JobState,
@@ -383,36 +379,34 @@ def test_who_holds_the_token_sees_the_folder_to_the_end(tmp_path: Path) -> None:
     folder = WatchFolder(tmp_path)
     folder.write("rank-0.json", job(RankState(rank=0, step=3)))
     server = serve(tmp_path)
-    remote = RemoteFolder(server.endpoint, TOKEN)
-    read = remote.read()
-    assert read is not None
-    assert read.ranks[0].step == 3
+    remote = RemoteNode("", server.endpoint, TOKEN)
+    remote.take()
+    assert remote.latest is not None
+    assert remote.latest.ranks[0].step == 3
     assert folder.is_watched()
     folder.write("node-0.json", job(RankState(rank=0), ended="it has ended well"))
     server.finish()
-    for _ in tries():
-        latest = remote.read()
-        assert latest is not None
-        if latest.ended:
-            break
+    while not remote.over:
+        remote.take()
+        assert not remote.problem
     remote.close()
 
 
 def test_without_the_token_nothing_is_seen(tmp_path: Path) -> None:
     server = serve(tmp_path)
     with pytest.raises(AuthenticationError, match="do not hold the same token"):
-        RemoteFolder(server.endpoint, b"another token of the tests")
+        RemoteNode("", server.endpoint, b"another token of the tests").take()
     server.finish()
 
 
 def test_where_nobody_listens_or_answers_it_says_so(tmp_path: Path) -> None:
     silent = socket.create_server(("127.0.0.1", 0))
     with silent, pytest.raises(BackendUnavailableError, match="is it not stopped"):
-        RemoteFolder(Endpoint(*silent.getsockname()), TOKEN)
+        RemoteNode("", Endpoint(*silent.getsockname()), TOKEN).take()
     server = serve(tmp_path)
     server.close()
     with pytest.raises(BackendUnavailableError, match=r"no job can be watched at 127\.0\.0\.1"):
-        RemoteFolder(server.endpoint, TOKEN)
+        RemoteNode("", server.endpoint, TOKEN).take()
 
 
 def test_addresses_and_folders_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:

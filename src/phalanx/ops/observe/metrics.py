@@ -7,33 +7,28 @@
                                    name of this host, or the one that stands here
     PHALANX_METRICS=otel           they go to the meter provider that the program has set up
 
-What is told is one table, `METRICS`. The text is our own, some 20 lines, and so is the server: that
-of prometheus_client takes any number of connections, for any time, and would be one more package.
-A rank that cannot listen warns, and trains without.
+`METRICS` is the table of what is told. The text is our own, some 20 lines: prometheus_client would
+be one more package. A rank that cannot listen warns, and trains without.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import ipaddress
 import logging
 import math
 import os
-import re
 import socket
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from typing_extensions import override
+
 from phalanx.errors import MisuseError
+from phalanx.ops.observe.http_server import CONNECTIONS, SECONDS, HttpRequest, HttpServer
 from phalanx.transport.tcp.addresses import listen_at
 from phalanx.wire.control import Endpoint, is_loopback, parse_address
 
 if TYPE_CHECKING:
-    import asyncio
-
     from phalanx.core.backend import Backend
     from phalanx.core.counters import Counts, LoggedStep
     from phalanx.core.engine import Engine
@@ -43,10 +38,6 @@ log = logging.getLogger("phalanx")
 VARIABLE = "PHALANX_METRICS"
 LOOPBACK = "127.0.0.1"
 OTEL = "otel"
-MAX_REQUEST = 8 << 10  # bytes
-MAX_CONNECTIONS = 16  # at a time; more are closed at once
-MAX_SECONDS = 5.0  # from a connection's begin to its end
-_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[\w.-]+)(?::\d{1,5})?")
 
 
 def check(environ: Mapping[str, str]) -> Endpoint | str | None:
@@ -114,7 +105,7 @@ def _listen(endpoint: Endpoint) -> socket.socket:
     if endpoint.port > 65535:
         raise OverflowError("the last port is 65535")
     family, _, _, _, address = socket.getaddrinfo(*endpoint, type=socket.SOCK_STREAM)[0]
-    return listen_at(family, address, backlog=MAX_CONNECTIONS)
+    return listen_at(family, address, backlog=CONNECTIONS)
 
 
 # ------------------------------------------------------------------------------
@@ -330,13 +321,13 @@ def _number(value: float) -> str:
     return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
 
 
-class MetricsServer:
-    """Answers GET and HEAD of /metrics for one rank, in a thread that ends with its backend.
-
-    Requests are bounded: in bytes, in seconds, and in how many there are at a time.
+class MetricsServer(HttpServer):
+    """Answers GET and HEAD of /metrics for one rank, in threads that end with its backend.
 
     names   by which it may be called, beside localhost and addresses
     """
+
+    remedy = f"call it by an address, this host's name, or the one in {VARIABLE}"
 
     def __init__(
         self,
@@ -344,128 +335,21 @@ class MetricsServer:
         listener: socket.socket,
         names: Iterable[str] = (),
         *,
-        seconds: float = MAX_SECONDS,
+        seconds: float = SECONDS,
     ) -> None:
         self._engine = engine
-        self._names = {"localhost", *(name.lower() for name in names)}
-        self._listener = listener
-        self._seconds = seconds
-        self._began = threading.Event()
-        self._end: Callable[[], object] = bool  # nothing, before it has begun
+        called = ["localhost", *(name.lower() for name in names)]
         name = f"phalanx metrics of rank {engine.rank}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        super().__init__(listener, name, called, by_address=True, seconds=seconds)
         engine.at_close.append(self.close)
         engine.in_child.append(listener.close)  # a data loader's worker must not keep the port
 
-    def close(self) -> None:
-        """Stop; the port is free when this returns."""
-        self._began.wait()
-        with suppress(RuntimeError):  # it has ended
-            self._end()
-        self._thread.join()
-
-    def _run(self) -> None:
-        import asyncio  # noqa: PLC0415 - which a rank without metrics need not wait for
-
-        try:
-            asyncio.run(self._serve())
-        finally:
-            self._began.set()
-
-    async def _serve(self) -> None:
-        import asyncio  # noqa: PLC0415
-
-        loop, over = asyncio.get_running_loop(), asyncio.Event()
-        listener, connected = self._listener, set[asyncio.Task[None]]()
-
-        def accept() -> None:
-            try:
-                client, _ = listener.accept()
-            except OSError:  # such as of a process that has too many files open
-                loop.remove_reader(listener)
-                loop.call_later(1.0, listen)
-                return
-            client.setblocking(False)
-            if len(connected) >= MAX_CONNECTIONS:
-                client.close()
-                return
-            task = loop.create_task(self._talk(client))
-            connected.add(task)
-            task.add_done_callback(partial(ended, client))
-
-        def ended(client: socket.socket, task: asyncio.Task[None]) -> None:
-            connected.discard(task)
-            client.close()
-
-        def listen() -> None:
-            loop.add_reader(listener, accept)
-
-        listener.setblocking(False)
-        listen()
-        self._end = partial(loop.call_soon_threadsafe, over.set)
-        self._began.set()
-        try:
-            await over.wait()
-        finally:
-            loop.remove_reader(listener)
-            listener.close()
-
-    async def _talk(self, client: socket.socket) -> None:
-        import asyncio  # noqa: PLC0415
-
-        with suppress(OSError, asyncio.TimeoutError):  # it is gone, or slow
-            await asyncio.wait_for(self._answer(client), self._seconds)
-
-    async def _answer(self, client: socket.socket) -> None:
-        import asyncio  # noqa: PLC0415
-
-        loop, request = asyncio.get_running_loop(), b""
-        while b"\r\n\r\n" not in request:
-            piece = await loop.sock_recv(client, MAX_REQUEST)
-            if not piece:
-                return
-            request += piece
-            if len(request) > MAX_REQUEST:
-                await loop.sock_sendall(client, _response(f"431 Over {MAX_REQUEST} Bytes"))
-                return
-        await loop.sock_sendall(client, self._respond(request))
-
-    def _respond(self, request: bytes) -> bytes:
-        """The answer to a request, whose body, if any, is not read."""
-        words = request.partition(b"\r\n")[0].split(b" ")
-        if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
-            return _response("400 Bad Request")
-        if not self._is_called(request):
-            body = f"call it by an address, this host's name, or the one in {VARIABLE}\n"
-            return _response("403 Forbidden", body)
-        if words[1].partition(b"?")[0] != b"/metrics":
-            return _response("404 Not Found", "only /metrics is here\n")
-        if words[0] not in (b"GET", b"HEAD"):
-            return _response("405 Method Not Allowed", also="Allow: GET, HEAD\r\n")
-        text = exposition(self._engine.count(), self._engine.progress.latest)
-        return _response("200 OK", text, head_only=words[0] == b"HEAD")
-
-    def _is_called(self, request: bytes) -> bool:
-        """Whether `Host` says who this is: a page of another site can only send that site's name,
-        of which it may say that its address is this one (DNS rebinding).
-        """
-        fields = (line.partition(b":") for line in request.split(b"\r\n")[1:])
-        hosts = [value.strip() for name, _, value in fields if name.strip().lower() == b"host"]
-        found = _HOST.fullmatch(hosts[0].decode("latin-1")) if len(hosts) == 1 else None
-        if found is None:
-            return False
-        host = found[1].lower().rstrip(".")
-        with suppress(ValueError):
-            ipaddress.ip_address(host.strip("[]"))
-            return True
-        return host in self._names
-
-
-def _response(status: str, body: str = "", *, also: str = "", head_only: bool = False) -> bytes:
-    content = body.encode()
-    head = (
-        f"HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
-        f"Content-Length: {len(content)}\r\nConnection: close\r\n{also}\r\n"
-    )
-    return head.encode() + (b"" if head_only else content)
+    @override
+    def answer(self, request: HttpRequest) -> None:
+        if request.path != "/metrics":
+            request.reply("404 Not Found", "only /metrics is here\n")
+        elif request.method not in ("GET", "HEAD"):
+            request.reply("405 Method Not Allowed", also="Allow: GET, HEAD\r\n")
+        else:
+            text = exposition(self._engine.count(), self._engine.progress.latest)
+            request.reply("200 OK", text, kind="text/plain; version=0.0.4; charset=utf-8")

@@ -27,20 +27,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
 from phalanx import files
-from phalanx.errors import MisuseError, plain
+from phalanx.errors import MisuseError
 from phalanx.launch.observer import OtherNodes
-from phalanx.ops.observe.watch.state import (
-    MOST_BYTES,
-    JobState,
-    RankState,
-    Status,
-    bounded,
-)
+from phalanx.ops.observe.watch.state import MOST_BYTES, JobState, RankState, Status, read_state
 from phalanx.transport.tcp.heartbeat import host_id, is_stopped
 from phalanx.wire.control import learned
 
@@ -51,9 +44,6 @@ OLD = 60.0  # seconds for which the last word of a job that has ended is kept fo
 OTHERS = "others.json"
 _MARKER = "watched"
 _PART = re.compile(r"(node|rank)-(\d{1,7})\.json")
-
-
-T = TypeVar("T")
 
 
 class WatchFolder:
@@ -108,12 +98,12 @@ class WatchFolder:
             return None
         newest = max(nodes or ranks, key=lambda part: (part.generation, part.time))
         job = JobState(
-            name=plain(newest.name),
+            name=newest.name,
             world_size=newest.world_size,
             time=max(part.time for _, part in found),
             ranks=[],
             generation=newest.generation,
-            ended=plain(newest.ended),
+            ended=newest.ended,
         )
         of_launchers = {state.rank: state for part in nodes for state in part.ranks}
         of_ranks = {
@@ -129,7 +119,9 @@ class WatchFolder:
 
     def others(self) -> OtherNodes | None:
         """Return where the other nodes of the job listen; None where there are none, or not yet."""
-        return _read_file(self.path / OTHERS, OtherNodes)
+        with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return msgspec.json.decode(_content(self.path / OTHERS), type=learned(OtherNodes))
+        return None
 
     def launcher(self) -> int:
         """Return the process of the launcher that made this folder; 0 if none did."""
@@ -143,22 +135,17 @@ class WatchFolder:
     def _parts(self) -> Iterator[tuple[str, JobState]]:
         for path in sorted(self.path.glob("*-*.json")):
             matched = _PART.fullmatch(path.name)
-            part = _read_file(path, JobState) if matched is not None else None
+            part = read_state(_content(path)) if matched is not None else None
             if matched is not None and part is not None:
-                part.ranks = [bounded(state) for state in part.ranks]
                 yield matched[1], part
 
 
-def _read_file(path: Path, kind: type[T]) -> T | None:
-    """Return what was published there; None for what is no such file."""
-    try:
-        with files.reading(str(path), MOST_BYTES) as file:
-            if os.fstat(file).st_uid != os.getuid():
-                return None
-            data = os.read(file, MOST_BYTES)
-        return msgspec.json.decode(data, type=learned(kind))
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
+def _content(path: Path) -> bytes:
+    """Return what was published there; b"" for what is no such file."""
+    with suppress(OSError), files.reading(str(path), MOST_BYTES) as file:
+        if os.fstat(file).st_uid == os.getuid():
+            return os.read(file, MOST_BYTES)
+    return b""
 
 
 def _joined(own: RankState | None, launcher: RankState | None) -> RankState:

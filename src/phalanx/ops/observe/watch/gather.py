@@ -25,7 +25,7 @@ from phalanx.ops.observe.watch.folder import (
     process_status,
 )
 from phalanx.ops.observe.watch.nodes import FIRST, SILENCE, Read, RemoteNode, WholeJob, all_of
-from phalanx.ops.observe.watch.server import RemoteFolder, as_address, token_for_watchers
+from phalanx.ops.observe.watch.server import as_address, token_for_watchers
 from phalanx.ops.observe.watch.state import JobState, RankState
 from phalanx.wire.control import Answer, chain_of_waits
 
@@ -235,8 +235,10 @@ def find_job(*places: str) -> Read:
     endpoints = [as_address(place) for place in places]
     if places and None not in endpoints:
         token = token_for_watchers(places[0])
-        calls = [(each, RemoteFolder(each, token)) for each in endpoints if each is not None]
-        return all_of([RemoteNode(str(each), each, token, folder) for each, folder in calls])
+        nodes = [RemoteNode(str(each), each, token) for each in endpoints if each is not None]
+        for node in nodes:
+            node.take()
+        return all_of(nodes)
     if len(places) > 1:
         raise MisuseError(
             f"phalanx watch {' '.join(places)}: it is one folder, or a list of host:port"

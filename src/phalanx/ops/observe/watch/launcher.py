@@ -152,8 +152,8 @@ class NodeWatch(Observer):
         """Tell who watches here where the other nodes are; have these listen, if they do not."""
         if self.nodes is None or not self.private:  # else all nodes publish in one folder
             return
-        self.nodes.watched.set()
-        others = self.nodes.others()
+        self.nodes.watching.watched.set()
+        others = self.nodes.watching.others()
         if others is not None and others != self._others:
             self._others = others
             self._write(OTHERS, others)

@@ -11,18 +11,28 @@ their node and the reason, as long as the others go on.
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
-from phalanx.errors import DistributedError, plain
+from phalanx.errors import (
+    AuthenticationError,
+    BackendUnavailableError,
+    DistributedError,
+    plain,
+)
 from phalanx.launch.observer import NodePlace
-from phalanx.ops.observe.watch.folder import LINGER, PERIOD, WatchFolder
-from phalanx.ops.observe.watch.server import RemoteFolder
-from phalanx.ops.observe.watch.state import JobState, RankState
+from phalanx.launch.server import call
+from phalanx.ops.observe.watch.folder import LINGER, PERIOD, VARIABLE, WatchFolder
+from phalanx.ops.observe.watch.server import WATCHER
+from phalanx.ops.observe.watch.state import MOST_BYTES, JobState, RankState, read_state
+from phalanx.transport.tcp.admission import PATIENCE
+from phalanx.transport.tcp.tls import Tls
 from phalanx.wire.control import Endpoint, parse_address
+from phalanx.wire.handshake import Refused
 
 SILENCE = 3.0  # seconds without a word after which a node is out of reach
 FIRST = 5.0  # seconds that a node has to say where it listens, and to answer
@@ -37,31 +47,26 @@ class RemoteNode:
     """One node of a job, read by a thread as long as `read` is called.
 
     name     by which it is shown
+    latest   the state that has come last; None for none
     problem  why nothing comes from it; "" if something does, or it was not called yet
     gone     whether nobody listens there any more
-
-    With a connection that is there already this waits for the first state.
     """
 
-    def __init__(
-        self, name: str, endpoint: Endpoint, token: bytes, folder: RemoteFolder | None = None
-    ) -> None:
+    def __init__(self, name: str, endpoint: Endpoint, token: bytes) -> None:
         self.name = name
+        self.latest: JobState | None = None
         self.problem = ""
         self.gone = False
-        self._endpoint = endpoint
-        self._token = token
-        self._folder = folder
-        self._latest: JobState | None = None
+        self._endpoint, self._token = endpoint, token
+        self._socket: socket.socket | None = None
+        self._received = b""
         self._asked = 0.0
         self._thread: threading.Thread | None = None
-        if folder is not None:
-            self._take()
 
     @property
     def over(self) -> bool:
         """Whether it has said how the job has ended."""
-        return self._latest is not None and bool(self._latest.ended)
+        return self.latest is not None and bool(self.latest.ended)
 
     def read(self) -> JobState | None:
         """Return the state that has come last; None for none. Does not wait.
@@ -73,7 +78,7 @@ class RemoteNode:
             name = f"phalanx watch {self.name}"
             self._thread = threading.Thread(target=self._follow, name=name, daemon=True)
             self._thread.start()
-        latest, problem = self._latest, self.problem
+        latest, problem = self.latest, self.problem
         if latest is None:
             return None
         ranks = [replace(state) for state in latest.ranks]
@@ -82,34 +87,74 @@ class RemoteNode:
                 state.status, state.reason = "unreachable", f"{self.name}: {problem}"
         return replace(latest, ranks=ranks)
 
+    def take(self) -> None:
+        """Wait for the next state, or for a `problem`; call the node if there is no connection.
+
+        `BackendUnavailableError` when nobody listens there, `AuthenticationError` when the two do
+        not hold the same token.
+        """
+        if self._socket is None:
+            self._connect()
+        assert self._socket is not None
+        try:
+            while b"\n" not in self._received:
+                data = self._socket.recv(1 << 16)
+                if not data or len(self._received) > 2 * MOST_BYTES:
+                    raise ConnectionError
+                self._received += data
+        except TimeoutError:
+            self._hang_up(f"nothing has come from it for {SILENCE:g} s")
+            return
+        except OSError:
+            self._hang_up("it has closed the connection")
+            return
+        lines, _, self._received = self._received.rpartition(b"\n")
+        state = read_state(lines.rpartition(b"\n")[2])
+        if state is None:
+            self._hang_up("it says what is no state: is it another version of Phalanx?")
+        else:
+            self.latest, self.problem = state, ""
+
+    def _connect(self) -> None:
+        """Connect to the node. Raises as `take`."""
+        where, token = self._endpoint, self._token
+        try:
+            self._socket, self._received = call(where, WATCHER, token, Tls(token), PATIENCE)
+        except OSError as error:
+            raise BackendUnavailableError(
+                f"no job can be watched at {where} ({error}): is that what its {VARIABLE} says, "
+                "does it run, and is it not stopped? Give a folder, or nothing, for a job of this "
+                "host"
+            ) from error
+        except Refused as error:
+            if error.by_peer:
+                raise BackendUnavailableError(f"the job at {where} says: {error}") from error
+            raise AuthenticationError(
+                f"the job at {where} cannot be watched: {error}; the token comes from "
+                "PHALANX_TOKEN or PHALANX_TOKEN_FILE"
+            ) from error
+        self._socket.settimeout(SILENCE)
+        self.gone = False
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _hang_up(self, problem: str) -> None:
+        self.problem = problem
+        self.close()
+
     def _follow(self) -> None:
         while not self.over and time.monotonic() < self._asked + LINGER:
             try:
-                self._take()
+                self.take()
             except DistributedError as error:
                 self.gone = isinstance(error.__cause__, ConnectionRefusedError)
                 self.problem = f"{self._endpoint} does not answer ({error.__cause__ or error})"
             time.sleep(_AGAIN if self.problem else PERIOD / 2)
-        self._hang_up()
-
-    def _take(self) -> None:
-        """Take what has come, or call. Raises what `RemoteFolder` does."""
-        folder = self._folder = self._folder or RemoteFolder(self._endpoint, self._token)
-        self.gone = False
-        state = folder.read()
-        if state is None:
-            self.problem = "it has closed the connection"
-            self._hang_up()
-        elif time.monotonic() > folder.heard + SILENCE:
-            self.problem = f"nothing has come from it for {SILENCE:g} s"
-            self._hang_up()
-        else:
-            self._latest, self.problem = state, ""
-
-    def _hang_up(self) -> None:
-        if self._folder is not None:
-            self._folder.close()
-            self._folder = None
+        self.close()
 
 
 def all_of(nodes: Sequence[RemoteNode]) -> Read:

@@ -8,7 +8,7 @@ between the nodes of a job of `phalanx run`.
 The node only listens. A thread lets callers in, by the rules of an `Acceptor`: whoever proves
 nothing takes no watcher's place. Another thread serves each watcher: it touches the marker in the
 folder, so that the ranks of this host publish, and sends what stands there. A watcher has 2 s to
-take a line; there are `MOST_WATCHERS` at a time.
+take a line; there are `MOST_WATCHERS` at a time. Who calls is nodes.py.
 """
 
 from __future__ import annotations
@@ -22,18 +22,16 @@ from contextlib import suppress
 import msgspec
 from typing_extensions import override
 
-from phalanx.errors import AuthenticationError, BackendUnavailableError, MisuseError, plain
-from phalanx.launch.server import DoorServer, call
+from phalanx.errors import MisuseError
+from phalanx.launch.server import DoorServer
 from phalanx.ops.observe.watch.folder import PERIOD, VARIABLE, WatchFolder
-from phalanx.ops.observe.watch.state import MOST_BYTES, JobState, bounded
 from phalanx.transport.tcp.admission import MAKE_ONE, PATIENCE, find_token
-from phalanx.transport.tcp.tls import Tls
-from phalanx.wire.control import Endpoint, learned, parse_address
-from phalanx.wire.handshake import Identity, Refused
+from phalanx.wire.control import Endpoint, parse_address
+from phalanx.wire.handshake import Identity
 
 MOST_WATCHERS = 8  # at a time; more are turned away
 _LAST_WORDS = 2 * PERIOD  # seconds that watchers have to take the last state
-_NODE, _WATCHER = (Identity("phalanx watch", 0, rank, 2) for rank in (0, 1))
+NODE, WATCHER = (Identity("phalanx watch", 0, rank, 2) for rank in (0, 1))
 
 
 def as_address(place: str) -> Endpoint | None:
@@ -69,7 +67,7 @@ class WatchServer(DoorServer):
     def __init__(self, folder: WatchFolder, listener: socket.socket, token: bytes) -> None:
         self._folder = folder
         self._serving: list[threading.Thread] = []  # one for each watcher
-        super().__init__(listener, token, _NODE)
+        super().__init__(listener, token, NODE)
 
     def finish(self) -> None:
         """Listen no more, and wait until the watchers have the last state, a moment at most."""
@@ -116,71 +114,3 @@ def serve(folder: WatchFolder, endpoint: Endpoint) -> WatchServer:
             f"{VARIABLE}={endpoint}: nobody can listen there ({error}): give an address of this "
             "host (0.0.0.0 for all of them), and a free port, one for each job"
         ) from error
-
-
-class RemoteFolder:
-    """A watcher's connection to one node. `read()` returns the latest state that has come.
-
-    heard   when something has come last, on the monotonic clock
-
-    `BackendUnavailableError` when nobody listens there, `AuthenticationError` when the two do not
-    hold the same token.
-    """
-
-    def __init__(self, endpoint: Endpoint, token: bytes) -> None:
-        self._latest: JobState | None = None
-        self.heard = time.monotonic()
-        try:
-            self._socket, surplus = call(endpoint, _WATCHER, token, Tls(token), PATIENCE)
-        except OSError as error:
-            raise BackendUnavailableError(
-                f"no job can be watched at {endpoint} ({error}): is that what its {VARIABLE} says, "
-                "does it run, and is it not stopped? Give a folder, or nothing, for a job of this "
-                "host"
-            ) from error
-        except Refused as error:
-            if error.by_peer:
-                raise BackendUnavailableError(f"the job at {endpoint} says: {error}") from error
-            raise AuthenticationError(
-                f"the job at {endpoint} cannot be watched: {error}; the token comes from "
-                "PHALANX_TOKEN or PHALANX_TOKEN_FILE"
-            ) from error
-        self._received = bytearray(surplus)
-
-    def read(self) -> JobState | None:
-        """Return the latest state; None when the node has closed the connection."""
-        try:
-            self._socket.settimeout(PATIENCE if self._latest is None else 0.0)
-            while b"\n" not in self._received:
-                self._take()
-            self._socket.settimeout(0.0)
-            while True:
-                self._take()
-        except BlockingIOError:
-            pass
-        except OSError:  # the node has gone, or says nothing; what it has said last still counts
-            if b"\n" not in self._received:
-                self.close()
-                return None
-        lines, newline, rest = self._received.rpartition(b"\n")
-        if newline:
-            try:
-                state = msgspec.json.decode(lines.rpartition(b"\n")[2], type=learned(JobState))
-            except msgspec.MsgspecError:
-                return None
-            self._received = rest
-            state.ranks = [bounded(rank) for rank in state.ranks]
-            state.name, state.ended = plain(state.name), plain(state.ended)
-            self._latest = state
-        return self._latest
-
-    def close(self) -> None:
-        """Hang up."""
-        self._socket.close()
-
-    def _take(self) -> None:
-        data = self._socket.recv(1 << 16)
-        if not data or len(self._received) > 2 * MOST_BYTES:
-            raise ConnectionError
-        self._received += data
-        self.heard = time.monotonic()

@@ -3,8 +3,7 @@
     RankState      one rank, as it says itself; its launcher adds whether it is stopped or dead
     JobState       all ranks, who is slowest, and who waits for whom
 
-All are JSON (msgspec), never pickle. Whoever reads them bounds what others have written: see
-`bounded`.
+All are JSON (msgspec), never pickle. Who reads what others have written bounds it: `read_state`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from phalanx.errors import plain
+from phalanx.wire.control import learned
 
 Status = Literal["starting", "running", "stopped", "dead", "unreachable", "ended"]
 """What the process of a rank is doing:
@@ -119,6 +119,17 @@ _TEXTS = tuple(
 def number(value: float) -> float | str:
     """Return a logged number as it stands in `RankState.values`."""
     return value if math.isfinite(value) else str(float(value))
+
+
+def read_state(data: bytes) -> JobState | None:
+    """Return the state that somebody has written, with all of it `bounded`; None if it is none."""
+    try:
+        job = msgspec.json.decode(data, type=learned(JobState))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    job.ranks = [bounded(state) for state in job.ranks]
+    job.name, job.ended = plain(job.name), plain(job.ended)
+    return job
 
 
 def bounded(state: RankState) -> RankState:

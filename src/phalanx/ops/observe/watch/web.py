@@ -8,45 +8,37 @@ are what the timeline and the plots are drawn from. Who opens the page later get
 minute at once. A page that is slow to read misses states, and no samples.
 
 Who may look: whoever knows the word in the address, which is drawn at random for each start. The
-server listens on loopback only, and answers no request that a page of another site could make: the
-name in `Host` has to be one of this host's loopback (or an attacker's name could be made to point
-here), and nothing but GET is allowed. A request costs a stranger 8 KiB, five seconds, and one of
-`CLIENTS` connections at most.
+server listens on loopback only, may only be called by a name of loopback, and answers nothing but
+GET. Its bounds are those of http_server.py.
 """
 
 from __future__ import annotations
 
 import hmac
-import io
 import math
-import re
 import secrets
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from contextlib import closing
 
 import msgspec
 from typing_extensions import override
 
 from phalanx.errors import MisuseError
+from phalanx.ops.observe.http_server import CONNECTIONS, SECONDS, HttpRequest, HttpServer
 from phalanx.ops.observe.one_page import assemble
 from phalanx.ops.observe.watch.state import JobState, RankState
+from phalanx.transport.tcp.addresses import listen_at
 
 MINUTE = 60.0  # seconds of samples that are kept
 MOST_SAMPLES = 240
-CLIENTS = 16  # connections at a time
 PAGES = 8  # that are open at a time
-LONGEST_REQUEST = 8 << 10
-PATIENCE = 5.0  # seconds for a request, and for a page to take an event
 _GOODBYE = 1.0  # seconds for the last event
 _LOGGED = 4  # values that the program logs, of which there are plots
 
-_LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 _STATUS = {
     "starting": "s",
     "running": "r",
@@ -147,22 +139,19 @@ class Feed:
             return self.number, event
 
 
-class PageServer(ThreadingHTTPServer):
+class PageServer(HttpServer):
     """Serves the page of one feed on loopback, at a port of its own if it is 0.
 
-    address   what to open in a browser
+    address   what to open in a browser; it lets anybody in who has it
 
     Raises `MisuseError` if the port cannot be had.
     """
 
-    daemon_threads = True
-    block_on_close = False
-    allow_reuse_address = True
-    request_queue_size = CLIENTS
+    remedy = "open it as 127.0.0.1 or localhost"
 
     def __init__(self, feed: Feed, port: int = 0) -> None:
         try:
-            super().__init__(("127.0.0.1", port), _Request)
+            listener = listen_at(socket.AF_INET, ("127.0.0.1", port), backlog=CONNECTIONS)
         except (OSError, OverflowError) as error:
             raise MisuseError(
                 f"--web {port}: nothing can listen at 127.0.0.1:{port} ({error}): name another "
@@ -170,143 +159,57 @@ class PageServer(ThreadingHTTPServer):
             ) from error
         self.feed = feed
         self.word = secrets.token_urlsafe(24)
-        page, self.policy = assemble(__package__, more_policy="; connect-src 'self'")
-        self.page = page.encode()
-        self.connections = threading.BoundedSemaphore(CLIENTS)
-        self.pages = threading.BoundedSemaphore(PAGES)
-
-    @property
-    def address(self) -> str:
-        """What to open in a browser; it lets anybody in who has it."""
-        return f"http://127.0.0.1:{self.server_port}/{self.word}/"
-
-    @override
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self.connections.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        try:
-            super().process_request(request, client_address)
-        except BaseException:  # no thread could be started
-            self.connections.release()
-            raise
-
-    @override
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self.connections.release()
-
-    @override
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away, or is too slow, is no error."""
-
-
-class _Request(BaseHTTPRequestHandler):
-    """One request, and the answer to it; then the connection ends."""
-
-    server: PageServer
-    server_version = "phalanx"
-    sys_version = ""
-
-    @override
-    def setup(self) -> None:
-        super().setup()
-        self.rfile = io.BytesIO(_head(self.connection))
-        self.connection.settimeout(PATIENCE)
-
-    @override
-    def parse_request(self) -> bool:
-        if not super().parse_request():
-            return False
-        self.close_connection = True
-        refused = self._refused()
-        if refused is not None:
-            self.send_error(*refused)
-        return refused is None
-
-    def _refused(self) -> tuple[HTTPStatus, str] | None:
-        """Why the request is not answered, if it is not."""
-        hosts = self.headers.get_all("Host", [])
-        if len(hosts) != 1 or not _LOOPBACK.fullmatch(hosts[0].strip()):
-            return HTTPStatus.FORBIDDEN, "open it as 127.0.0.1 or localhost"
-        word = self.path.split("?")[0].split("/")[1:2]
-        if not hmac.compare_digest("".join(word).encode(), self.server.word.encode()):
-            return HTTPStatus.FORBIDDEN, "the address that phalanx watch printed has a word in it"
-        if self.command != "GET":
-            return HTTPStatus.METHOD_NOT_ALLOWED, "GET only"
-        return None
-
-    def do_GET(self) -> None:
-        """Answer with the page, or with events."""
-        place = self.path.split("?")[0].removeprefix(f"/{self.server.word}")
-        if place == "/":
-            self._begin("text/html; charset=utf-8", len(self.server.page))
-            self.wfile.write(self.server.page)
-        elif place == "/events":
-            self._send_events()
-        else:
-            self.send_error(HTTPStatus.NOT_FOUND, "there is nothing here")
-
-    def _send_events(self) -> None:
-        server, number = self.server, 0
-        if not server.pages.acquire(blocking=False):
-            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, "too many pages are open")
-            return
-        try:
-            self._begin("text/event-stream")
-            while True:
-                number, event = server.feed.after(number)
-                if not event:
-                    return
-                self.wfile.write(event)
-        finally:
-            server.pages.release()
-
-    def _begin(self, kind: str, length: int | None = None) -> None:
-        self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Type", kind)
-        if length is not None:
-            self.send_header("Content-Length", str(length))
-        self.end_headers()
-
-    @override
-    def end_headers(self) -> None:
-        policy = (
-            f"{self.server.policy}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        self.port = listener.getsockname()[1]
+        self.address = f"http://127.0.0.1:{self.port}/{self.word}/"
+        self._page, policy = assemble(__package__, more_policy="; connect-src 'self'")
+        self.headers = (
+            f"Content-Security-Policy: {policy}; base-uri 'none'; form-action 'none'; "
+            "frame-ancestors 'none'\r\n"
+            "X-Content-Type-Options: nosniff\r\n"
+            "Cross-Origin-Resource-Policy: same-origin\r\n"
+            "Referrer-Policy: no-referrer\r\n"
+            "Cache-Control: no-store\r\n"
         )
-        for name, value in (
-            ("Content-Security-Policy", policy),
-            ("X-Content-Type-Options", "nosniff"),
-            ("Cross-Origin-Resource-Policy", "same-origin"),
-            ("Referrer-Policy", "no-referrer"),
-            ("Cache-Control", "no-store"),
-        ):
-            self.send_header(name, value)
-        super().end_headers()
+        self._places = threading.BoundedSemaphore(PAGES)
+        super().__init__(listener, "phalanx watch page", ("127.0.0.1", "localhost", "[::1]"))
 
     @override
-    def log_message(self, format: str, *args: Any) -> None:
-        """The terminal is the user's."""
+    def answer(self, request: HttpRequest) -> None:
+        word = "".join(request.path.split("/")[1:2])
+        place = request.path.removeprefix(f"/{self.word}")
+        if not hmac.compare_digest(word.encode(), self.word.encode()):
+            why = "the address that phalanx watch printed has a word in it\n"
+            request.reply("403 Forbidden", why)
+        elif request.method != "GET":
+            request.reply("405 Method Not Allowed", "GET only\n")
+        elif place == "/":
+            request.reply("200 OK", self._page, kind="text/html; charset=utf-8")
+        elif place != "/events":
+            request.reply("404 Not Found", "there is nothing here\n")
+        elif not self._places.acquire(blocking=False):
+            request.reply("503 Service Unavailable", "too many pages are open\n")
+        else:
+            try:
+                self._send_events(request)
+            finally:
+                self._places.release()
 
+    def _send_events(self, request: HttpRequest) -> None:
+        request.reply("200 OK", None, kind="text/event-stream")
+        number, event = self.feed.after(0)
+        while event:
+            request.client.settimeout(SECONDS)
+            request.client.sendall(event)
+            number, event = self.feed.after(number)
 
-def _head(connection: socket.socket) -> bytes:
-    """Read a request up to the end of its headers; "" if it is too long or too slow."""
-    deadline, head = time.monotonic() + PATIENCE, b""
-    while b"\r\n\r\n" not in head and b"\n\n" not in head:
-        left = deadline - time.monotonic()
-        if left <= 0 or len(head) >= LONGEST_REQUEST:
-            return b""
-        connection.settimeout(left)
-        try:
-            data = connection.recv(LONGEST_REQUEST - len(head))
-        except OSError:
-            return b""
-        if not data:
-            return b""
-        head += data
-    return head
+    @override
+    def close(self) -> None:
+        """Stop when all pages have the last state, or a moment is over."""
+        self.feed.end()
+        deadline = time.monotonic() + _GOODBYE
+        for _ in range(PAGES):
+            self._places.acquire(timeout=max(0.0, deadline - time.monotonic()))
+        super().close()
 
 
 def serve(
@@ -318,18 +221,8 @@ def serve(
     server has ended.
     """
     feed, state = Feed(), None
-    with PageServer(feed, port) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True)
-        thread.start()
-        try:
-            ready(server.address)
-            for state in states:
-                feed.put(state)
-        finally:
-            feed.end()
-            server.shutdown()
-            thread.join()
-            deadline = time.monotonic() + _GOODBYE
-            for _ in range(PAGES):  # all pages have the last state
-                server.pages.acquire(timeout=max(0.0, deadline - time.monotonic()))
+    with closing(PageServer(feed, port)) as server:
+        ready(server.address)
+        for state in states:
+            feed.put(state)
     return state
