@@ -1,4 +1,4 @@
-"""The table of combinations.md: made of the cells that were run, and of nothing else."""
+"""The table of docs/combinations.md: made of the cells that were run, and of nothing else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from feature import Feature
 from features import FEATURES, SECTIONS
 from wrappers import WAYS, Way
 
-PAGE = Path(__file__).parent / "combinations.md"
+PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
 BEGIN, END = "<!-- begin: the table -->", "<!-- end: the table -->"
 Results = Mapping[str, Mapping[tuple[Way, tuple[Feature, ...]], Verdict]]
 

@@ -3,7 +3,7 @@
     run.py                        all of it
     run.py --pairs --backend shm  each wrapper with each feature, there
     run.py --only DDP --features no_sync,Adam
-    run.py --pairs --write-docs   and write the table of combinations.md
+    run.py --pairs --write-docs   and write the table of docs/combinations.md
     run.py --faults               planted faults: are they found?
 
 The exit code is 0 if each cell is right, or refused as `expected.py` says.
