@@ -63,7 +63,7 @@ BUDGETS = {  # of each package: lines, files
     "ops.clusters": (880, 5),
     "ops.interop": (970, 4),
     "ops.observe": (4_230, 19),
-    "parallel": (3_990, 19),
+    "parallel": (4_040, 21),
     "pipeline": (1_950, 8),
     "tensor": (1_700, 9),
     "torch_backend": (1_900, 9),
