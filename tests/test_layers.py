@@ -40,7 +40,12 @@ LAYERS = [  # from the lowest to the highest; the parts of one layer never impor
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 # What torch calls in every program is where it finds it soonest; the package's name registers, too.
 OF_THE_STUB = "phalanx.torch_backend.__init__", "phalanx.__init__"
-WITH_DDP = {"parallel.reducer", "parallel.uneven", "parallel.naive_ddp"}
+WITH_DDP = {
+    "parallel.reducer",
+    "parallel.uneven",
+    "parallel.naive_ddp",
+    "parallel.naive_local_sgd",
+}
 
 BUDGETS = {  # of each package: lines, files
     ".": (1_010, 6),  # the package's own files
@@ -58,7 +63,7 @@ BUDGETS = {  # of each package: lines, files
     "ops.clusters": (880, 5),
     "ops.interop": (970, 4),
     "ops.observe": (4_170, 20),
-    "parallel": (3_950, 18),
+    "parallel": (4_040, 21),
     "pipeline": (1_950, 8),
     "tensor": (1_700, 9),
     "torch_backend": (1_900, 9),

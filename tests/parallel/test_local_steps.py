@@ -30,7 +30,7 @@ from phalanx import (
     UnsupportedOperationError,
     simulate,
 )
-from phalanx.parallel.local_sgd.periodic import StepCounter
+from phalanx.parallel.local_sgd.steps import StepCounter
 
 A, B, C = (nn.Parameter(torch.zeros(1)) for _ in range(3))
 

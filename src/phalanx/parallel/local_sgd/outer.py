@@ -1,17 +1,18 @@
-"""DiLoCo's sync: how far all ranks have come, on average, is a gradient.
+"""DiLoCo's sync, an outer step: how far all ranks have come, on average, is a gradient.
 
-    inner   a step of each rank's optimizer, every time    t  ->  t_i
-    outer   mean of (t - t_i)  ->  the outer optimizer     t  ->  t'      t_i <- t'
+    inner steps   of each rank's optimizer, H times            t  ->  t_i
+    outer step    d = mean of all (t - t_j), the outer         t  ->  t'      t_i <- t'
+                  gradient; the outer optimizer steps by d
 
-(Douillard et al. 2023; without momentum and with rate 1, t' is the mean of t_i.) With a
-`ParameterResidual`, t_i becomes t' and what rank i has not sent to the others.
+(Douillard et al. 2023; others call d the pseudo-gradient. Without momentum and with rate 1, t' is
+the mean of t_j.) With a `ParameterResidual`, t_i becomes t' and what rank i has not sent.
+`OuterStep.sync` is the outer step; `naive_local_sgd.py` has all of it in its shortest form.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +28,7 @@ from phalanx.compression.compressor import (
     wide,
 )
 from phalanx.core.backend import Backend
-from phalanx.errors import SizeMismatchError, UnsupportedObjectError
-from phalanx.parallel.averaging import GradientAveraging
+from phalanx.parallel.averaging import Bucket, GradientAveraging
 from phalanx.parallel.guards import (
     check_agreement,
     describe_with_values,
@@ -57,6 +57,7 @@ class OuterStep:
     """A step of an optimizer of its own, on copies of the parameters that all ranks have alike.
 
     optimizer   the outer one
+    copies      t, by the names of the parameters
     skipped     how many steps were not taken, since their gradient was not finite
     compressed  averages by the compressor; None: as `dense` does, by an all-reduce
     who         takes them, in errors
@@ -80,11 +81,11 @@ class OuterStep:
         self._backend = backend
         self._who = who
         self._residual = residual
-        self._copies = {
+        self.copies = {
             name: nn.Parameter(parameter.detach().clone()) for name, parameter in trained.items()
         }
-        self._copy_of: dict[Tensor, Tensor] = {trained[n]: copy for n, copy in self._copies.items()}
-        self.optimizer = make(list(self._copies.values()))
+        self._copy_of: dict[Tensor, Tensor] = {trained[n]: copy for n, copy in self.copies.items()}
+        self.optimizer = make(list(self.copies.values()))
         self._check_optimizer()
         self.compressed: GradientAveraging | None = None
         if compression is not None:
@@ -100,7 +101,7 @@ class OuterStep:
                 f"lambda params: torch.optim.SGD(params, lr=0.7), not {self.optimizer!r}"
             )
         given = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        for name, copy in self._copies.items():
+        for name, copy in self.copies.items():
             if id(copy) not in given:
                 refuse(
                     self._who,
@@ -115,7 +116,7 @@ class OuterStep:
         ranks, whatever becomes of a rank's parameters.
         """
         for name, parameter in self._trained.items():
-            self._copies[name].copy_(parameter)
+            self.copies[name].copy_(parameter)
 
     @torch.no_grad()
     def sync(self, label: str, *, whole: bool) -> bool:
@@ -124,129 +125,62 @@ class OuterStep:
 
         whole   leave nothing out, so that parameters are the same on all ranks
 
-        Returns whether they are. Raises `DesyncError` if the copies are not the same on all ranks:
-        their hashes are compared, in a message of 8 bytes.
+        Returns whether they are. Raises `DesyncError` if the copies are not the same on all ranks.
         """
         if self._residual is not None and self._backend.world_size == 1:
             return True
+        d = self._mean_outer_gradients(label, whole=whole)
+        self._check_copies()
+        if taken := all(is_finite(bucket.flat) for bucket in d):
+            for bucket in d:
+                for parameter, gradient in bucket.views.items():
+                    self._copy_of[parameter].grad = gradient
+            self.optimizer.step()  # t -> t'
+            self.optimizer.zero_grad()
+        else:
+            self._skip()
+        for name, parameter in self._trained.items():
+            parameter.copy_(self.copies[name])  # t_i <- t'
+        if self._residual is None or whole:
+            return True
+        for name, parameter in self._trained.items():
+            left = self._residual.take(name)
+            if taken:
+                parameter.sub_(left)
+        return not taken
+
+    def _mean_outer_gradients(self, label: str, *, whole: bool) -> list[Bucket]:
+        """The mean over the ranks of t - t_i, in buckets. Blocks."""
 
         def put(place: Tensor, parameter: Tensor) -> None:
             torch.sub(self._copy_of[parameter], parameter, out=place)
 
-        residual = None if whole else self._residual
         averaging = self.compressed
         if averaging is None or (whole and self._residual is not None):
             averaging = self._dense
-        flats = averaging.means_of(self._trained.values(), label=label, put=put)
+        return averaging.means_of(self._trained.values(), label=label, put=put)
+
+    def _check_copies(self) -> None:
+        """Compare hashes of the copies over the ranks, in a message of 8 bytes."""
         check_agreement(
-            [describe_with_values(name, copy) for name, copy in self._copies.items()],
+            [describe_with_values(name, copy) for name, copy in self.copies.items()],
             self._backend,
             op=f"{self._who}, parameters as they were after the last sync",
             remedy="Load the same state on every rank: that of a checkpoint, or one that was taken "
             "right after sync()",
         )
-        finite = all(is_finite(flat.flat) for flat in flats)
-        if finite:
-            for flat in flats:
-                for parameter, gradient in flat.views.items():
-                    self._copy_of[parameter].grad = gradient
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        else:
-            self.skipped += 1
-            log.warning(
-                "rank %d: %s: %s is skipped on every rank, and parameters are those of the one "
-                "before: they were not finite: %s. That rank's own optimizer may keep what is not "
-                "finite: give it a new one",
-                self._backend.rank,
-                self._who,
-                "an outer step" if self._residual is None else "a sync",
-                not_finite(self._trained, self._backend),
-            )
-        for name, parameter in self._trained.items():
-            parameter.copy_(self._copies[name])
-            if residual is not None:
-                left = residual.take(name)
-                if finite:
-                    parameter.sub_(left)
-        return residual is None or not finite
 
-    # State: the outer optimizer's is the same on every rank.
-    #
-    # outer@all.parameter.<name>          a parameter as it was when the period began
-    # outer@all.state.<key>.<name>        what the optimizer keeps for it: a tensor, or a number
-    # outer@all.option.<group>.<key>      a number of a parameter group, such as the learning rate
-
-    def own_state(self, *, apart: bool) -> dict[str, Tensor]:
-        """The outer optimizer's, and the copies while they are needed.
-
-        Raises `UnsupportedObjectError` if the optimizer keeps something that is no tensor and no
-        number.
-        """
-        state: dict[str, Tensor] = {}
-        for name, copy in self._copies.items() if apart else ():
-            state[f"{_PREFIX}parameter.{name}"] = copy.detach().clone()
-        for name, copy in self._copies.items():
-            for key, value in self.optimizer.state.get(copy, {}).items():
-                if value is not None:
-                    state[f"{_PREFIX}state.{key}.{name}"] = _as_tensor(value, f"{key} of {name}")
-        for number, group in enumerate(self.optimizer.param_groups):
-            for key, value in group.items():
-                if key != "params" and isinstance(value, (bool, int, float, Tensor)):
-                    state[f"{_PREFIX}option.{number}.{key}"] = _as_tensor(value, key)
-        return state
-
-    @torch.no_grad()
-    def load_own_state(self, state: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        """Continue from there. Returns the copies, if they are in it. Without any state nothing is
-        done. Raises `SizeMismatchError` for that of another model.
-        """
-        entries = []
-        for key, value in state.items():
-            if not key.startswith(_PREFIX):
-                continue
-            kind, _, rest = key[len(_PREFIX) :].partition(".")
-            first, name = ("", rest) if kind == "parameter" else rest.split(".", 1)
-            entries.append((kind, first, name, value))
-            copy = self._copies.get(name)
-            fits = copy is not None and (kind != "parameter" or value.shape == copy.shape)
-            if kind != "option" and not fits:
-                has = f"has shape {list(copy.shape)}" if copy is not None else "is not there"
-                rank = self._backend.rank
-                raise SizeMismatchError(
-                    f"rank {rank}: DiLoCo: the state dict has an outer {name} of shape "
-                    f"{list(value.shape)}, and in this model it {has}: it is the state of another "
-                    "model",
-                    rank=rank,
-                )
-        if entries:
-            self.optimizer.state.clear()
-        groups = dict(enumerate(self.optimizer.param_groups))
-        for kind, first, name, value in entries:
-            if kind == "parameter":
-                self._copies[name].copy_(value)
-            elif kind == "state":
-                self.optimizer.state[self._copies[name]][first] = value.clone()
-            elif name in (group := groups.get(int(first), {})):
-                if isinstance(group[name], Tensor):
-                    group[name].copy_(value)
-                else:
-                    group[name] = value.item()
-        return self._copies if any(kind == "parameter" for kind, *_ in entries) else {}
-
-
-_PREFIX = "outer@all."
-
-
-def _as_tensor(value: object, what: str) -> Tensor:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if not isinstance(value, (bool, int, float)):
-        raise UnsupportedObjectError(
-            f"DiLoCo's outer optimizer keeps {value!r} as {what}: a state dict takes tensors and "
-            "numbers only"
+    def _skip(self) -> None:
+        self.skipped += 1
+        log.warning(
+            "rank %d: %s: %s is skipped on every rank, and parameters are those of the one "
+            "before: they were not finite: %s. That rank's own optimizer may keep what is not "
+            "finite: give it a new one",
+            self._backend.rank,
+            self._who,
+            "an outer step" if self._residual is None else "a sync",
+            not_finite(self._trained, self._backend),
         )
-    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
 
 # ------------------------------------------------------------------------------

@@ -5,13 +5,15 @@
     network                  [sync]                  [sync]         every 3 steps
                              /    \\                  /    \\
     rank 1   step step step |      | step step step |      |
+
+`_step_is_over` says when a period of H steps is over, `_sync` what follows. Read
+`naive_local_sgd.py` first.
 """
 
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,10 +24,18 @@ from torch.optim import Optimizer
 from phalanx.collectives import ReduceOp, all_reduce_
 from phalanx.compression.compressor import is_finite
 from phalanx.core.backend import Backend
-from phalanx.errors import DistributedError, SizeMismatchError
+from phalanx.errors import DistributedError
 from phalanx.parallel.averaging import GradientAveraging, broadcast_all_
 from phalanx.parallel.guards import check_same_model, explain
 from phalanx.parallel.local_sgd.outer import OuterStep, not_finite
+from phalanx.parallel.local_sgd.state import (
+    load_outer_state,
+    local_state,
+    outer_state,
+    saved_local,
+    without_values_of_others,
+)
+from phalanx.parallel.local_sgd.steps import StepCounter
 from phalanx.parallel.wrapper import Wrapper, claim, owner_of
 from phalanx.torch_internals import inside_backward
 
@@ -39,9 +49,10 @@ class PeriodicSync(Wrapper):
     start_after  after each of the first so many steps there is a sync, which leaves nothing out
 
     A step is one of torch's optimizers with parameters of this module; where there are several of
-    them for it, one of each, in any order, is one step. What accumulates gradients is none, nor is
-    a step that a gradient scaler skips. Parameters that are written by hand are not noticed; those
-    that no optimizer has should be frozen, or the first step is over when the second one begins.
+    them for it, one of each, in any order, is one step. Passes that only accumulate gradients, and
+    steps that a gradient scaler skips, do not count. Parameters that are written by hand are not
+    noticed; those that no optimizer has should be frozen, or the first step is over when the second
+    one begins.
     """
 
     averages = True
@@ -123,21 +134,22 @@ class PeriodicSync(Wrapper):
             return
         self._check_not_in_averaged("a step")
         if self._counter.before(given):
-            self._sync_if_due(before_step=True)
+            self._step_is_over(before_step=True)
         self._alike = False
 
     def after_step(self, optimizer: Optimizer) -> None:
         """It has written: a period may be over."""
         if self._counter.after(p for group in optimizer.param_groups for p in group["params"]):
-            self._sync_if_due()
+            self._step_is_over()
 
     def after_skip(self, optimizer: Optimizer) -> None:
         """It writes nothing in this step, which counts if another optimizer does."""
         given = [p for group in optimizer.param_groups for p in group["params"]]
         if self._counter.before(given) | self._counter.skip(given):
-            self._sync_if_due()
+            self._step_is_over()
 
-    def _sync_if_due(self, *, before_step: bool = False) -> None:
+    def _step_is_over(self, *, before_step: bool = False) -> None:
+        """Synchronize if a period is over: H steps, or one at the start (post-local SGD)."""
         self.backend.progress.count(self)
         early = self.steps <= self.start_after
         period = 1 if early else self.every
@@ -170,9 +182,9 @@ class PeriodicSync(Wrapper):
         several, alike = self.backend.world_size > 1, True
         with self._explaining():
             if self._outer is not None:
-                alike = self._outer.sync(label, whole=whole)
+                alike = self._outer.sync(label, whole=whole)  # t <- t', t_i <- t'
             elif several:
-                self._take_mean(label)
+                self._take_mean(label)  # t_i <- mean of all t_j
             if several:
                 self._sync_buffers(f"{label}, buffers")
         self._alike = alike
@@ -269,20 +281,18 @@ class PeriodicSync(Wrapper):
         """Nothing: backward passes send nothing. For scripts that are written for DDP, too."""
         yield
 
-    # State ----------------------------------------------------------------------------------
+    # State: see state.py --------------------------------------------------------------------
 
     def own_state(self) -> dict[str, Tensor]:
         """How far this rank is; where ranks have different parameters, its own; what syncs need to
         continue.
         """
         self._check_not_in_averaged("a state dict")
-        apart = not self._alike
-        prefix = f"local@{self.backend.rank}/{self.backend.world_size}."
-        state = {prefix + "count": torch.tensor(self._counter.now(), dtype=torch.int64)}
-        for name, tensor in self._local_tensors().items() if apart else ():
-            state[f"{prefix}value.{name}"] = tensor.detach()
-        if self._outer is not None:
-            state |= self._outer.own_state(apart=apart)
+        apart, outer = not self._alike, self._outer
+        values = self._local_tensors() if apart else {}
+        state = local_state(self._counter.now(), values, self.backend)
+        if outer is not None:
+            state |= outer_state(outer.optimizer, outer.copies, apart=apart)
         return state | super().own_state()
 
     @torch.no_grad()
@@ -295,37 +305,23 @@ class PeriodicSync(Wrapper):
         self._check_not_in_averaged("load_state_dict")
         super().load_own_state(state)
         began: Mapping[str, Tensor] = {}
-        if self._outer is not None:
-            began = self._outer.load_own_state(state)
+        backend, outer = self.backend, self._outer
+        if outer is not None:
+            began = load_outer_state(state, outer.optimizer, outer.copies, backend.rank)
             if not began:
-                self._outer.begin()
-        counts, values = _saved(state, self.backend)
+                outer.begin()
+        own = self._local_tensors()
+        counts, values = saved_local(state, own, backend, type(self).__name__)
         self._counter.load(counts)
         since = self._counter.since
         self._alike = not (began or since)
         if not values and not since:
-            values = dict(began)  # this rank had taken no step, and others had
-        own = self._local_tensors()
-        for name, value in values.items():
-            if name not in own or own[name].shape != value.shape:
-                has = f"{list(own[name].shape)}" if name in own else "none"
-                raise SizeMismatchError(
-                    f"rank {self.backend.rank}: {type(self).__name__}: the state dict has {name} "
-                    f"of shape {list(value.shape)} for one rank, and this model has {has}: it is "
-                    "the state of another model",
-                    rank=self.backend.rank,
-                )
+            values = began  # this rank had taken no step, and others had
         _copy({own[name]: value for name, value in values.items()})
 
     def needs(self, keys: Iterable[str]) -> list[str]:
         """Without the values that other ranks had."""
-        mine = f"local@{self.backend.rank}/{self.backend.world_size}."
-        kept = [
-            key
-            for key in keys
-            if (match := _KEY.fullmatch(key)) is None or match[3] is None or key.startswith(mine)
-        ]
-        return super().needs(kept)
+        return super().needs(without_values_of_others(keys, self.backend))
 
     def _local_tensors(self) -> dict[str, Tensor]:
         return {**self._trained, **persistent_buffers(self.module)}
@@ -352,117 +348,3 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
         for key, buffer in each._buffers.items()
         if buffer is not None and key not in each._non_persistent_buffers_set
     }
-
-
-# ------------------------------------------------------------------------------
-# What a rank has of its own between two syncs, as part of a state dict.
-#
-#     local@2/4.count            rank 2 of 4: steps, steps since the last sync, syncs
-#     local@2/4.value.<name>     its parameter or buffer, while ranks have different ones
-#
-# As many ranks as before get their own back; of another number each begins from the mean.
-
-_KEY = re.compile(r"local@(\d+)/(\d+)\.(?:count|value\.(.*))", re.DOTALL)
-
-
-def _saved(
-    state: Mapping[str, Any], backend: Backend
-) -> tuple[list[int] | None, Mapping[str, Tensor]]:
-    """What this rank goes on with: counts, and values by name.
-
-    Its own; with another number of ranks the first one's counts, and the mean of all values if
-    those of all ranks are there.
-    """
-    counts: dict[tuple[int, int], list[int]] = {}
-    values: dict[tuple[int, int], dict[str, Tensor]] = {}
-    for key, value in state.items():
-        if match := _KEY.fullmatch(key):
-            saved_by = int(match[2]), int(match[1])
-            if match[3] is None:
-                counts[saved_by] = value.tolist()
-            else:
-                values.setdefault(saved_by, {})[match[3]] = value
-    here = backend.world_size, backend.rank
-    count = counts.get(here, counts[min(counts)]) if counts else None
-    size = next(iter(values))[0] if values else 0
-    if size == backend.world_size or len(values) < size or not values:
-        return count, values.get(here, {})
-    return count, {
-        name: torch.stack([each[name].double() for each in values.values()]).mean(0)
-        if value.is_floating_point()
-        else value
-        for name, value in values[min(values)].items()
-    }
-
-
-# ------------------------------------------------------------------------------
-# When a step is over, whatever number of optimizers it takes.
-#
-# one optimizer             [ w b ]      [ w b ]         each is a step
-# two, one after the other  [ w ] [ b ]  [ w ] [ b ]     two of them are a step
-# nobody has b              [ w ]     |  [ w ]           over when w comes again; from then on,
-#                                                        at once
-# a scaler skips one           -  [ b ]  [ w ] [ b ]     two steps; none where it skips both
-
-
-class StepCounter:
-    """Counts steps by which parameters have been written since the last step was over.
-
-    A step is over when all of them are, or before one of them is written a second time. Those that
-    are not written by then have no optimizer: they are not waited for until somebody writes them.
-
-    trained   the parameters whose writing is a step
-    steps     how many are over
-    since     of these since the last sync
-    syncs     how many
-    """
-
-    def __init__(self, trained: Iterable[nn.Parameter]) -> None:
-        self.steps = self.since = self.syncs = 0
-        self.trained = frozenset(trained)
-        self._written: set[nn.Parameter] = set()
-        self._skipped: set[nn.Parameter] = set()
-        self._without_optimizer: set[nn.Parameter] = set()
-
-    def before(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """These are about to be written: whether a step is over by that."""
-        if self._written.isdisjoint(parameters):
-            return False
-        self._without_optimizer |= self.trained - self._written - self._skipped
-        self.close()
-        return True
-
-    def after(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """They have been: whether a step is over by that."""
-        mine = self.trained.intersection(parameters)
-        self._without_optimizer -= mine
-        self._written |= mine
-        return bool(mine) and self._is_over()
-
-    def skip(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """They are not written in this step: whether a step is over by that."""
-        self._skipped |= self.trained.intersection(parameters)
-        return self._is_over()
-
-    def _is_over(self) -> bool:
-        if not self._written | self._skipped >= self.trained - self._without_optimizer:
-            return False
-        counts = bool(self._written)
-        self.close()
-        return counts
-
-    def close(self) -> None:
-        """A step that is under way is over."""
-        self.steps, self.since, _ = self.now()
-        self._written.clear()
-        self._skipped.clear()
-
-    def now(self) -> tuple[int, int, int]:
-        """Steps, those since the last sync, and syncs, with the step that is under way."""
-        more = 1 if self._written else 0
-        return self.steps + more, self.since + more, self.syncs
-
-    def load(self, counts: Sequence[int] | None) -> None:
-        """Continue from saved counts; None: the ranks are alike now."""
-        self._written.clear()
-        self.steps, self.since, self.syncs = counts or (self.steps, 0, self.syncs)

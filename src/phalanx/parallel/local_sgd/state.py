@@ -1,0 +1,163 @@
+"""LocalSGD and DiLoCo in a state dict: what is to be known between two syncs.
+
+    local@2/4.count                   rank 2 of 4: steps, steps since the last sync, syncs
+    local@2/4.value.<name>            its parameter or buffer, while ranks have different ones
+    outer@all.parameter.<name>        the parameter after the last sync, while ranks differ
+    outer@all.state.<key>.<name>      what the outer optimizer keeps for it: a tensor, or a number
+    outer@all.option.<group>.<key>    a number of a parameter group, such as the learning rate
+
+As many ranks as before get their own back; of another number each begins from the mean. What is
+under `outer@all` is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from phalanx.core.backend import Backend
+from phalanx.errors import SizeMismatchError, UnsupportedObjectError
+
+_LOCAL = re.compile(r"local@(\d+)/(\d+)\.(?:count|value\.(.*))", re.DOTALL)
+_OUTER = "outer@all."
+
+
+def _prefix(backend: Backend) -> str:
+    return f"local@{backend.rank}/{backend.world_size}."
+
+
+def local_state(
+    counts: Sequence[int], values: Mapping[str, Tensor], backend: Backend
+) -> dict[str, Tensor]:
+    """This rank's counts, and values that other ranks do not have, under keys that name it."""
+    prefix = _prefix(backend)
+    state = {f"{prefix}count": torch.tensor(counts, dtype=torch.int64)}
+    return state | {f"{prefix}value.{name}": value.detach() for name, value in values.items()}
+
+
+def without_values_of_others(keys: Iterable[str], backend: Backend) -> list[str]:
+    """The keys but for values that other ranks had."""
+    mine = _prefix(backend)
+    matches = ((key, _LOCAL.fullmatch(key)) for key in keys)
+    return [key for key, at in matches if at is None or at[3] is None or key.startswith(mine)]
+
+
+def saved_local(
+    state: Mapping[str, Any], own: Mapping[str, Tensor], backend: Backend, who: str
+) -> tuple[list[int] | None, Mapping[str, Tensor]]:
+    """What this rank goes on with: counts, and values by name, for its `own` tensors.
+
+    Its own; with another number of ranks the first one's counts, and the mean of all values if
+    those of all ranks are there. Raises `SizeMismatchError` if they are another model's.
+    """
+    counts: dict[tuple[int, int], list[int]] = {}
+    values: dict[tuple[int, int], dict[str, Tensor]] = {}
+    for key, value in state.items():
+        if match := _LOCAL.fullmatch(key):
+            saved_by = int(match[2]), int(match[1])
+            if match[3] is None:
+                counts[saved_by] = value.tolist()
+            else:
+                values.setdefault(saved_by, {})[match[3]] = value
+    here = backend.world_size, backend.rank
+    count = counts.get(here, counts[min(counts)]) if counts else None
+    found: Mapping[str, Tensor] = values.get(here, {})
+    size = next(iter(values))[0] if values else 0
+    if size != backend.world_size and 0 < size <= len(values):
+        found = {
+            name: torch.stack([each[name].double() for each in values.values()]).mean(0)
+            if value.is_floating_point()
+            else value
+            for name, value in values[min(values)].items()
+        }
+    for name, value in found.items():
+        if name not in own or own[name].shape != value.shape:
+            has = f"{list(own[name].shape)}" if name in own else "none"
+            raise SizeMismatchError(
+                f"rank {backend.rank}: {who}: the state dict has {name} of shape "
+                f"{list(value.shape)} for one rank, and this model has {has}: it is the state of "
+                "another model",
+                rank=backend.rank,
+            )
+    return count, found
+
+
+# ------------------------------------------------------------------------------
+# The outer optimizer's.
+
+
+def outer_state(
+    optimizer: Optimizer, copies: Mapping[str, nn.Parameter], *, apart: bool
+) -> dict[str, Tensor]:
+    """What it keeps for the copies of parameters; and the copies themselves if ranks are `apart`.
+
+    Raises `UnsupportedObjectError` if it keeps something that is no tensor and no number.
+    """
+    state: dict[str, Tensor] = {}
+    for name, copy in copies.items():
+        if apart:
+            state[f"{_OUTER}parameter.{name}"] = copy.detach().clone()
+        for key, value in optimizer.state.get(copy, {}).items():
+            if value is not None:
+                state[f"{_OUTER}state.{key}.{name}"] = _as_tensor(value, f"{key} of {name}")
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key != "params" and isinstance(value, (bool, int, float, Tensor)):
+                state[f"{_OUTER}option.{number}.{key}"] = _as_tensor(value, key)
+    return state
+
+
+def _as_tensor(value: object, what: str) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if not isinstance(value, (bool, int, float)):
+        raise UnsupportedObjectError(
+            f"DiLoCo's outer optimizer keeps {value!r} as {what}: a state dict takes tensors and "
+            "numbers only"
+        )
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+
+
+@torch.no_grad()
+def load_outer_state(
+    state: Mapping[str, Any], optimizer: Optimizer, copies: Mapping[str, nn.Parameter], rank: int
+) -> Mapping[str, Tensor]:
+    """Continue from there. Returns the copies, if they are in it. Without any state nothing is
+    done. Raises `SizeMismatchError`, with nothing changed, for that of another model.
+    """
+    entries = []
+    for key, value in state.items():
+        if not key.startswith(_OUTER):
+            continue
+        kind, _, rest = key[len(_OUTER) :].partition(".")
+        first, name = ("", rest) if kind == "parameter" else rest.split(".", 1)
+        entries.append((kind, first, name, value))
+        copy = copies.get(name)
+        fits = copy is not None and (kind != "parameter" or value.shape == copy.shape)
+        if kind != "option" and not fits:
+            has = f"has shape {list(copy.shape)}" if copy is not None else "is not there"
+            raise SizeMismatchError(
+                f"rank {rank}: DiLoCo: the state dict has an outer {name} of shape "
+                f"{list(value.shape)}, and in this model it {has}: it is the state of another "
+                "model",
+                rank=rank,
+            )
+    if entries:
+        optimizer.state.clear()
+    groups = dict(enumerate(optimizer.param_groups))
+    for kind, first, name, value in entries:
+        if kind == "parameter":
+            copies[name].copy_(value)
+        elif kind == "state":
+            optimizer.state[copies[name]][first] = value.clone()
+        elif name in (group := groups.get(int(first), {})):
+            if isinstance(group[name], Tensor):
+                group[name].copy_(value)
+            else:
+                group[name] = value.item()
+    return copies if any(kind == "parameter" for kind, *_ in entries) else {}
