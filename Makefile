@@ -4,7 +4,7 @@
 #   make test    set up, then run the tests
 #   make lint    formatter, linter and strict type checker
 #   make docs    the documentation site, into site/; warnings are errors
-#   make bench   all_reduce beside Gloo and MPI
+#   make bench   all_reduce beside Gloo
 #
 # The tests have a long form, too, with four times as many examples of hypothesis, a thousand ranks
 # where the short form proves a schedule with hundreds, and every size and combination where the

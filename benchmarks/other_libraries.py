@@ -1,6 +1,11 @@
-"""`phalanx bench` with two more libraries, DeepSpeed and MLX: the same options, the same output.
+"""`phalanx bench` with more libraries: the same options, the same output.
 
     python benchmarks/other_libraries.py all_reduce --backends shm,deepspeed,mlx --sizes 8..1M
+    mpirun -n 2 python benchmarks/other_libraries.py all_reduce --backends shm,mpi
+    python benchmarks/other_libraries.py ddp fsdp --backends shm,gloo,alone+copies,alone+fully_shard
+
+deepspeed, mlx, nccl and mpi are libraries; `alone+copies` and `alone+fully_shard`, training steps
+without communication, show what the machine can do.
 
 A library that is not installed is left out, and the reason is given. This file is also the example
 of how to measure a library of your own: subclass `Peer`, and give it a row of `PEERS`.
@@ -17,20 +22,30 @@ import shutil
 import socket
 import sys
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import typer
+from torch import Tensor, nn
 
 from phalanx.cli import bench
 from phalanx.errors import DistributedError
 from phalanx.ops.bench import peers
-from phalanx.ops.bench.operations import PreparedCall
+from phalanx.ops.bench.operations import TASKS, PreparedCall, TrainedModel, replicated
 from phalanx.ops.bench.peer import Call, Peer, RankContext
-from phalanx.ops.bench.peers import PeerRow, PeerTable
+from phalanx.ops.bench.peers import (
+    FullyShard,
+    PeerRow,
+    PeerTable,
+    TorchDistributed,
+    lacks_mpirun,
+)
+from phalanx.wire.memory import tensor_bytes
 
 # ------------------------------------------------------------------------------
 # DeepSpeed's all_reduce in shared memory, written in C++ with AVX: for inference on processors.
@@ -137,11 +152,161 @@ class Mlx(Peer):
 
 
 # ------------------------------------------------------------------------------
+# MPI, by way of mpi4py's calls on plain memory, under mpirun: it gives the ranks their places.
+
+
+class Mpi(Peer):
+    """Blocking calls of MPI.COMM_WORLD."""
+
+    def __init__(self, context: RankContext) -> None:
+        super().__init__(context)
+        mpi: Any = importlib.import_module("mpi4py.MPI")  # which starts MPI
+        comm = self._comm = mpi.COMM_WORLD.Dup()
+        if comm.Get_size() != self.size:
+            raise RuntimeError(
+                f"MPI's world has {comm.Get_size()} ranks, this one {self.size}: start the "
+                "ranks with mpirun"
+            )
+
+        def whole(tensor: Tensor, parts: int = 1) -> list[Any]:
+            return [tensor_bytes(tensor), tensor.numel() // parts, mpi.FLOAT]
+
+        parted = partial(whole, parts=self.size)
+        messages = partial(
+            self.messages,
+            send=lambda tensor, peer: comm.Send(whole(tensor), peer),
+            recv=lambda tensor, peer: comm.Recv(whole(tensor), peer),
+        )
+        self.does = {
+            "all_reduce": lambda c: partial(comm.Allreduce, mpi.IN_PLACE, whole(c.out)),
+            "all_gather": lambda c: partial(comm.Allgather, whole(c.source), parted(c.out)),
+            "reduce_scatter": lambda c: partial(
+                comm.Reduce_scatter_block, parted(c.source), whole(c.out)
+            ),
+            "broadcast": lambda c: partial(comm.Bcast, whole(c.out), 0),
+            "all_to_all": lambda c: partial(comm.Alltoall, parted(c.source), parted(c.out)),
+            "barrier": lambda _: comm.Barrier,
+            "ping_pong": messages,
+            "stream": messages,
+        }
+
+    def close(self) -> None:
+        """Free the communicator."""
+        self._comm.Free()
+
+
+# ------------------------------------------------------------------------------
+# NCCL, by way of torch.
+
+
+def lacks_nccl() -> str:
+    """Why there is no NCCL; empty if there is."""
+    if not dist.is_available() or not dist.is_nccl_available():
+        return "this build of torch has no NCCL"
+    return "" if torch.cuda.is_available() else "NCCL needs a CUDA device, and there is none"
+
+
+class Nccl(TorchDistributed):
+    """On a CUDA device for each rank of a host; its calls return before they are done."""
+
+    def __init__(self, context: RankContext) -> None:
+        topology, rank = context.backend.topology, context.backend.rank
+        host = topology[rank]
+        local_rank, there = topology[:rank].count(host), topology.count(host)
+        if there > torch.cuda.device_count():
+            raise RuntimeError(
+                f"{there} ranks of a host need as many CUDA devices, and it has "
+                f"{torch.cuda.device_count()}"
+            )
+        torch.cuda.set_device(local_rank)
+        self.device = f"cuda:{local_rank}"
+        super().__init__("nccl", context)
+        self.does = {name: bind for name, bind in self.does.items() if name not in TASKS}
+
+    def finish(self) -> None:
+        """Wait for the device."""
+        torch.cuda.synchronize()
+
+
+# ------------------------------------------------------------------------------
+# What bounds training steps on this machine: steps of one rank that hears of no other.
+
+
+class AloneWithCopies(Peer):
+    """DDP's step alone, with copies of as many bytes as averaging reads and writes inside a host.
+
+    Of n bytes of gradients on p ranks (3p-2)/p n are read, and (2p-1)/p n written, by this rank's
+    processor: no DDP that moves as much can be faster where each rank has one processor.
+    """
+
+    def __init__(self, context: RankContext) -> None:
+        super().__init__(context)
+        self.does = {"ddp": partial(self.step, wrap=self._wrap, alone=True)}
+
+    def _wrap(self, module: nn.Module) -> TrainedModel:
+        parameters = list(module.parameters())
+        count = sum(parameter.numel() for parameter in parameters)
+        own, copies, means = count // self.size, torch.zeros(count), torch.zeros(count)
+        places = torch.split(copies, [parameter.numel() for parameter in parameters])
+
+        def average() -> None:
+            for parameter, place in zip(parameters, places, strict=True):
+                if parameter.grad is not None:
+                    place.copy_(parameter.grad.view(-1))
+            means[own:].copy_(copies[own:])
+            means[own:].sum()
+
+        return replicated(module)._replace(average=average)
+
+
+def lacks_fake() -> str:
+    """Why torch has no group without communication; empty if it has."""
+    with suppress(ImportError):
+        importlib.import_module("torch.testing._internal.distributed.fake_pg")
+        return ""
+    return "this torch has no fake process group"
+
+
+class FullyShardAlone(FullyShard):
+    """`fully_shard` on torch's group without communication.
+
+    It brings nothing of other ranks, so no result is right or wrong.
+    """
+
+    def __init__(self, context: RankContext) -> None:
+        super().__init__("fake", context)
+
+    def step(
+        self, call: PreparedCall, wrap: Callable[[nn.Module], TrainedModel], *, alone: bool = False
+    ) -> Call:
+        """The step, whose parameters are this rank's shards."""
+
+        def wrap_local(module: nn.Module) -> TrainedModel:
+            trained = wrap(module)
+            parameters: Any = trained.model.named_parameters()
+            shards = {name: value.detach().to_local() for name, value in parameters}
+
+            def restore(values: dict[str, Tensor]) -> None:
+                for name, shard in shards.items():
+                    shard.copy_(values[name])
+
+            return trained._replace(whole=lambda: shards, restore=restore)
+
+        once = super().step(call, wrap_local, alone=alone)
+        call.is_checked, call.count_wrong = False, lambda calls: 0
+        return once
+
+
+# ------------------------------------------------------------------------------
 
 SCRIPT = str(Path(__file__).resolve())
 PEERS: PeerTable = {
     "deepspeed": PeerRow(DeepSpeed, lacks_deepspeed, script=SCRIPT),
     "mlx": PeerRow(Mlx, lacks_mlx, script=SCRIPT),
+    "mpi": PeerRow(Mpi, lacks_mpirun, script=SCRIPT),
+    "nccl": PeerRow(Nccl, lacks_nccl, script=SCRIPT),
+    "alone+copies": PeerRow(AloneWithCopies, script=SCRIPT),
+    "alone+fully_shard": PeerRow(FullyShardAlone, lacks_fake, script=SCRIPT),
 }
 """The ranks of the benchmark read this table, too: each runs this file, but not as a program."""
 

@@ -8,18 +8,15 @@ and the bus bandwidth is what its link has to carry. K and M are 1024 and 1024 K
 
 Training steps (ddp, fsdp) are compared with what one process gets that has all samples, and
 their time with that of the same step alone, without communication: the median of the rounds'
-ratios. torch's own DDP and `fully_shard` run over Gloo, and as `stock` over Phalanx; without any
-communication `fully_shard` is `alone+fully_shard`. The peak of memory of fsdp is measured in
-fresh processes for each library (Linux): as it is, and with all freed memory given back, which
-the C library else keeps.
+ratios. torch's own DDP and `fully_shard` run over Gloo, and as `stock` over Phalanx.
 
 A library that is not installed is left out, and the reason is given. Ranks are processes of
-this host, with one thread each (OMP_NUM_THREADS=1), started by mpirun if MPI takes part. Under
-a launcher (phalanx run, torchrun, mpirun, srun) the ranks are the launcher's, on all its hosts.
+this host, with one thread each (OMP_NUM_THREADS=1). Under a launcher (phalanx run, torchrun,
+mpirun, srun) the ranks are the launcher's, on all its hosts.
 
     phalanx bench
 
-    phalanx bench all_gather --backends shm,gloo --ranks 2,4 --sizes 8..256M --plot gather.png
+    phalanx bench all_gather --backends shm,gloo --ranks 2,4 --sizes 8..256M --json gather.json
 
     phalanx bench all_reduce --backends tcp --algorithms all
 
@@ -63,8 +60,8 @@ Backends = Annotated[
     str,
     typer.Option(
         help="Which take part: shm, hybrid, tcp (Phalanx's own), phalanx-gloo, phalanx-mpi "
-        "(Phalanx over those), stock (torch.distributed over Phalanx), stock+group-memory (its "
-        "fsdp in the group's memory), gloo, nccl, mpi (those libraries themselves)."
+        "(Phalanx over those; MPI's ranks are mpirun's), stock (torch.distributed over Phalanx), "
+        "stock+group-memory (its fsdp in the group's memory), gloo (itself)."
     ),
 ]
 Sizes = Annotated[
@@ -90,12 +87,6 @@ Width = Annotated[
         help="Of the layers of a training step.", show_default="1024 for ddp, 2048 for fsdp"
     ),
 ]
-Figures = Annotated[
-    str,
-    typer.Option(
-        help="time; peak (of fsdp: the memory of each rank, in fresh processes for each library)."
-    ),
-]
 Beside = Annotated[
     int,
     typer.Option(
@@ -113,9 +104,6 @@ BackToBack = Annotated[
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there.")
 ]
-Picture = Annotated[
-    Path | None, typer.Option(metavar="FILE.png", help="Draw time over size there.")
-]
 TuningFile = Annotated[
     Path | None,
     typer.Option(
@@ -130,7 +118,7 @@ def bench_command(
     context: typer.Context,
     *,
     operations: Operations = None,
-    backends: Backends = "shm,tcp,stock,stock+group-memory,gloo,mpi",
+    backends: Backends = "shm,tcp,stock,stock+group-memory,gloo",
     ranks: Annotated[str, typer.Option(metavar="N,...", help="Numbers of ranks.")] = "2",
     sizes: Sizes = "8..64M",
     factor: Annotated[int, typer.Option(help="Between the sizes of a range.")] = 8,
@@ -143,13 +131,10 @@ def bench_command(
     machine: Machine = True,
     baseline: Annotated[str, typer.Option(help="Which the others are compared with.")] = "gloo",
     width: Width = 0,
-    measure: Figures = "time,peak",
-    steps: Annotated[int, typer.Option(help="Of training, for the peak of memory.")] = 10,
     threads: Annotated[int, typer.Option(help="Threads of torch in each rank.")] = 1,
     beside: Beside = 0,
     back_to_back: BackToBack = False,
     json_file: JsonFile = None,
-    plot: Picture = None,
     tune: TuningFile = None,
 ) -> None:
     """Run `phalanx bench`, whose help is this module's docstring.
@@ -161,26 +146,21 @@ def bench_command(
 
     table = context.obj or peers.PEERS
     options: dict[str, Any] = {**context.params, "peers": table, "tune": tune is not None}
-    for name in ("operations", "ranks", "json_file", "plot"):
+    for name in ("operations", "ranks", "json_file"):
         del options[name]  # the others are those of a request, by the same names
     default = ["all_reduce"] if tune is None else []
     wanted = request.make_request(operations or default, **options)
     counts = request.parse_ranks(ranks)
-    for path in (json_file, plot, tune):  # before anything is measured
+    for path in (json_file, tune):  # before anything is measured
         if path is not None and not path.absolute().parent.is_dir():
             raise MisuseError(f"{path}: there is no folder {path.absolute().parent}")
         if path is not None and path.exists() and not path.is_file():
             raise MisuseError(f"{path} is there, and no regular file: name another one")
-    if plot is not None:
-        reports.check_plot(plot)
     report = start.new_report(wanted, counts, table)
     if _run_and_show(report):
         if json_file is not None:
             files.write(os.path.realpath(json_file), reports.as_json(report))
             typer.echo(f"{json_file}: all figures")
-        if plot is not None:
-            reports.draw(report, plot)
-            typer.echo(f"{plot}: the picture")
         if tune is not None:
             files.write(os.path.realpath(tune), reports.as_tuning(report))
             typer.echo(
@@ -207,5 +187,5 @@ def _run_and_show(report: BenchReport) -> bool:
             wanted = Measurement.get(console, console.options.update_width(_WIDEST), table).maximum
             console.width = max(console.width, wanted)
             console.print(table)
-        for text in notes(report) if report.lines or report.peaks or report.left_out else ():
+        for text in notes(report) if report.lines or report.left_out else ():
             console.print(text, markup=False, soft_wrap=True)

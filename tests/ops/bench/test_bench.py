@@ -11,28 +11,24 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
-import torch
 
 from phalanx.collectives.tuning import read_tuning
 from phalanx.errors import InvalidWorldSizeError, PeerLostError
-from phalanx.ops.bench.operations import TASKS
 from phalanx.ops.bench.peers import PEERS
-from phalanx.ops.bench.rank import gives_back, lacks_peaks
 from phalanx.ops.bench.report import BenchReport, as_tuning
-from phalanx.ops.bench.request import BackendInfo, Peak, ResultLine, make_request
+from phalanx.ops.bench.request import BackendInfo, ResultLine, make_request
 from phalanx.ops.bench.start import run_ranks
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 OTHERS = ("reduce", "gather", "scatter", "ping_pong", "stream", "barrier")
-REQUESTED = "shm,tcp,stock,phalanx-gloo,phalanx-mpi,gloo,mpi"
+REQUESTED = "shm,tcp,stock,phalanx-gloo,phalanx-mpi,gloo"
 
 
 def test_a_short_run_of_every_operation_on_all_that_is_here(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "phalanx.cli", "bench", *COLLECTIVES, *OTHERS]
     options = ["--backends", REQUESTED, "--sizes", "64,4K", "--rounds", "2", "--seconds", "0.0005"]
-    files = ["--json", "all.json", "--plot", "all.png"]
+    files = ["--json", "all.json"]
     ended = subprocess.run(
         [*command, *options, *files],
         cwd=tmp_path,
@@ -44,12 +40,12 @@ def test_a_short_run_of_every_operation_on_all_that_is_here(tmp_path: Path) -> N
     assert ended.returncode == 0, ended.stderr
     print(ended.stdout)  # the ratios, for whoever reads what CI says
     found = json.loads((tmp_path / "all.json").read_text())
-    assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
     assert "every result is right" in ended.stdout
 
     left_out = {left["peer"]: left["reason"] for left in found["left_out"] if not left["operation"]}
     here = [name for name in REQUESTED.split(",") if name not in left_out]
     assert {"tcp", "gloo"} <= set(here)
+    assert "mpirun -n 2 phalanx bench" in left_out["phalanx-mpi"]
     for name, reason in left_out.items():
         assert f"{name} is left out: {reason}" in ended.stdout
     measured = {(line["operation"], line["peer"], line["bytes"]) for line in found["lines"]}
@@ -85,19 +81,14 @@ def test_training_steps_the_algorithms_by_name_and_a_peer_of_a_script(tmp_path: 
         seconds=1e-6,
         algorithms="all",
         width=64,
-        measure="time",
         peers=peers,
     )
     messages = list(run_ranks(request, 2, peers))
     lines = [message for message in messages if isinstance(message, ResultLine)]
-    unchecked = {line.entry.peer for line in lines if line.wrong is None}
-    assert unchecked == {"alone+fully_shard"}
-    assert not any(line.wrong for line in lines)
-    only_of = {"ddp": {"alone+copies"}, "fsdp": {"stock+group-memory", "alone+fully_shard"}}
-    for operation, more in only_of.items():
+    assert {line.wrong for line in lines} == {0}
+    for operation, more in {"ddp": set(), "fsdp": {"stock+group-memory"}}.items():
         steps = {str(line.entry) for line in lines if line.operation == operation}
         assert steps == {"tcp", "stock", "gloo", "second", "alone"} | more
-    assert {line.wrong for line in lines if line.entry.peer == "second"} == {0}
     assert [line.operation for line in lines if line.entry.peer == "second"] == [
         *request.operations
     ]
@@ -108,19 +99,6 @@ def test_training_steps_the_algorithms_by_name_and_a_peer_of_a_script(tmp_path: 
         report.add(message)
     (table,) = read_tuning(as_tuning(report), "it").tables
     assert (table.backend, table.hosts, table.sizes) == ("TcpBackend", (0, 0), (64,))
-
-
-@pytest.mark.skipif(bool(lacks_peaks()), reason="no peaks of memory here")
-def test_the_peak_of_memory_is_that_of_a_sharded_model() -> None:
-    request = make_request(
-        ["fsdp"], backends="shm", sizes="8", width=512, measure="peak", machine=False
-    )
-    request = msgspec.structs.replace(request, gives_back=gives_back())
-    (peak,) = [message for message in run_ranks(request, 2) if isinstance(message, Peak)]
-    model = TASKS["fsdp"]._replace(width=512).model_bytes
-    for training, shared in zip(peak.training, peak.shared, strict=True):
-        assert model / 2 < training < 6 * model
-        assert shared >= model / 2 - 65536
 
 
 def test_under_a_launcher_its_ranks_are_measured() -> None:
@@ -190,29 +168,6 @@ def test_one_rank_is_too_few() -> None:
         next(iter(run_ranks(LONG, 1)))
 
 
-def test_other_libraries_are_measured_where_they_are_installed(tmp_path: Path) -> None:
-    script = Path(__file__).parents[3] / "benchmarks" / "other_libraries.py"
-    backends = ["--backends", "tcp,deepspeed,mlx"]
-    options = [*backends, "--sizes", "64", "--rounds", "1", "--json", "all.json"]
-    ended = subprocess.run(
-        [sys.executable, str(script), "all_reduce", *options],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
-    assert ended.returncode == 0, ended.stderr
-    found = json.loads((tmp_path / "all.json").read_text())
-    measured = {line["peer"] for line in found["lines"]}
-    assert "tcp" in measured
-    for name in ("deepspeed", "mlx"):
-        reasons = [left["reason"] for left in found["left_out"] if left["peer"] == name]
-        assert (name in measured) is (reasons == [])
-        assert all(f"{name} is left out: {reason}" in ended.stdout for reason in reasons)
-
-
 def test_every_peer_says_why_it_is_not_here_or_nothing() -> None:
     for row in PEERS.values():
         assert isinstance(row.lacks(), str)
-    assert bool(PEERS["nccl"].lacks()) is not torch.cuda.is_available()

@@ -1,10 +1,9 @@
-"""A benchmark's figures as tables, notes, JSON, a picture, and a file for `auto`."""
+"""A benchmark's figures as tables, notes, JSON, and a file for `auto`."""
 
 from __future__ import annotations
 
 import io
 import json
-import sys
 from pathlib import Path
 
 import msgspec
@@ -16,13 +15,12 @@ from typer.testing import CliRunner
 from phalanx.cli.app import app
 from phalanx.collectives.tuning import read_tuning
 from phalanx.errors import MisuseError
-from phalanx.ops.bench.report import BenchReport, as_json, as_tuning, draw, notes, tables
+from phalanx.ops.bench.report import BenchReport, as_json, as_tuning, notes, tables
 from phalanx.ops.bench.request import (
     BackendInfo,
     Entry,
     LeftOut,
     Message,
-    Peak,
     ResultLine,
     make_request,
 )
@@ -172,29 +170,7 @@ def test_json_has_every_round() -> None:
     assert first["bus_GBps"] == pytest.approx(1.5 * (1 << 20) / 20e-6 / 1e9)
 
 
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    lines = [line(who, 10, 12, size=size) for size in (8, 512, 1 << 20) for who in (TCP, GLOO)]
-    path = tmp_path / "plot.png"
-    draw(report(*lines), path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = CliRunner().invoke(app, ["bench", "--plot", str(tmp_path / "x.png")])
-    assert isinstance(result.exception, MisuseError)
-    assert "matplotlib is not installed; pip install 'phalanx[plot]'" in str(result.exception)
-
-
-def test_a_picture_of_no_known_form_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["bench", "--plot", str(tmp_path / "x.foo")])
-    assert isinstance(result.exception, MisuseError)
-    assert "a picture is a file of one of" in str(result.exception)
-
-
-@pytest.mark.parametrize("option", ["--json", "--plot", "--tune"])
+@pytest.mark.parametrize("option", ["--json", "--tune"])
 def test_a_file_in_no_folder_is_refused_before_anything_is_measured(
     option: str, tmp_path: Path
 ) -> None:
@@ -234,55 +210,3 @@ def test_what_algorithms_took_becomes_a_file_for_auto() -> None:
         "ring": pytest.approx((20 * US, 50 * US)),
         "star": pytest.approx((10 * US, 90 * US)),
     }
-
-
-def peak(peer: str, *training: int, gives_back: bool = False, shared: int = 0) -> Peak:
-    return Peak(
-        operation="fsdp",
-        ranks=2,
-        peer=peer,
-        gives_back=gives_back,
-        steps=10,
-        building=[20 << 20 for _ in training],
-        training=[mib << 20 for mib in training],
-        shared=[shared << 20 for _ in training],
-    )
-
-
-def peaks() -> BenchReport:
-    given_back = [peak(name, 60, gives_back=True) for name in ("shm", "gloo")]
-    return report(
-        peak("shm", 100, 110, shared=32), *given_back, peak("gloo", 220, 200), peak("alone", 128)
-    )
-
-
-def test_a_peak_is_that_of_the_rank_with_most_beside_the_sum_and_what_is_shared() -> None:
-    made = peaks()
-    plain, given_back = (text_of_table(table) for table in tables(made))
-    assert "fsdp, 2 ranks: peak MiB of a rank\n" in plain
-    assert cells(plain, "shm") == ["shm", "20.0", "110.0", "210.0", "64.0", "2.00"]
-    assert cells(plain, "gloo") == ["gloo", "20.0", "220.0", "420.0", "0.0", ""]
-    assert cells(plain, "alone") == ["alone", "20.0", "128.0", "128.0", "0.0", ""]
-    assert "rank, freed memory given back\n" in given_back
-    assert cells(given_back, "shm")[-1] == "1.00"
-
-
-def test_the_plain_theory_of_what_is_shared_out_is_said_beside_peaks() -> None:
-    (theory, what) = notes(peaks())
-    assert theory == (
-        "fsdp, 2 ranks: parameters are 64.0 MiB, gradients as much; shared out, both are 64.0 a "
-        "rank, and 16.0 more for each layer that is whole, or whose gradients are"
-    )
-    assert "of 10 steps; what ranks share counts once" in what
-    assert not any("peaks" in note for note in notes(report(line(TCP, 10))))
-
-
-def test_json_has_every_rank_s_peaks_and_the_theory() -> None:
-    first, *others = json.loads(as_json(peaks()))["peaks"]
-    assert len(others) == 4
-    assert (first["peer"], first["operation"], first["ranks"]) == ("shm", "fsdp", 2)
-    assert first["training_bytes"] == [100 << 20, 110 << 20]
-    assert first["building_bytes"] == [20 << 20] * 2
-    assert first["shared_bytes"] == [32 << 20] * 2
-    assert first["parameter_bytes"] == 4 * 4 * (2048 * 2048 + 2048) == first["gradient_bytes"]
-    assert (first["steps"], first["gives_back"]) == (10, False)

@@ -89,9 +89,6 @@ def test_unusual_circumstances_are_said_in_titles() -> None:
         ({"threads": 0}, "--threads 0"),
         ({"width": -1}, "--width -1"),
         ({"beside": -1}, "--beside -1"),
-        ({"steps": 0}, "--steps 0"),
-        ({"measure": "time,weight"}, "no figure 'weight'; there are: time, peak"),
-        ({"measure": "peak"}, "--measure peak: the peak of memory is measured of fsdp alone"),
     ],
 )
 def test_a_word_that_means_nothing_is_named_with_those_that_do(
@@ -104,17 +101,16 @@ def test_a_word_that_means_nothing_is_named_with_those_that_do(
 
 
 def test_tuning_times_every_algorithm_of_every_collective_on_phalanx_alone() -> None:
-    request = make_request([], backends="tcp,gloo,mpi,hybrid", sizes="8", tune=True)
+    request = make_request([], backends="tcp,gloo,alone,hybrid", sizes="8", tune=True)
     assert request.operations == tuple(COLLECTIVES)
     assert (request.backends, request.algorithms, request.memories) == (
         ("tcp", "hybrid"),
         ("fixed",),
         ("ordinary",),
     )
-    assert request.measure == ("time",)
 
 
-@pytest.mark.parametrize(("operations", "backends"), [(["barrier"], "tcp"), ([], "gloo,mpi")])
+@pytest.mark.parametrize(("operations", "backends"), [(["barrier"], "tcp"), ([], "gloo,alone")])
 def test_what_has_no_algorithms_cannot_be_tuned(operations: list[str], backends: str) -> None:
     with pytest.raises(MisuseError, match="--tune compares the algorithms"):
         make_request(operations, backends=backends, sizes="8", tune=True)

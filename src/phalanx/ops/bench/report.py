@@ -1,22 +1,17 @@
-"""A benchmark's figures: as tables to read, with notes; as JSON for programs; as a picture; and as
-the table that `auto` reads."""
+"""A benchmark's figures: tables to read, with notes; JSON for programs; and the file for `auto`."""
 
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 from rich.table import Table
 
 from phalanx.collectives.schedules import COLLECTIVES
 from phalanx.collectives.tuning import FORMAT, Tuning, TuningTable
-from phalanx.errors import MisuseError
-from phalanx.files import replacing
 from phalanx.ops.bench.operations import OPERATIONS, task_of
 from phalanx.ops.bench.peers import MACHINE, PEERS, PeerTable
 from phalanx.ops.bench.request import (
@@ -25,13 +20,9 @@ from phalanx.ops.bench.request import (
     Entry,
     LeftOut,
     Message,
-    Peak,
     ResultLine,
     show_size,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _ALONE = "alone"
 """The peer whose training step is compared with the others': it has no communication."""
@@ -51,7 +42,6 @@ class BenchReport:
     lines: list[ResultLine] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
     backends: list[BackendInfo] = field(default_factory=list)
-    peaks: list[Peak] = field(default_factory=list)
 
     def add(self, message: Message) -> None:
         """Keep it, unless it is mere progress."""
@@ -61,8 +51,6 @@ class BenchReport:
             self.left_out.append(message)
         elif isinstance(message, BackendInfo):
             self.backends.append(message)
-        elif isinstance(message, Peak):
-            self.peaks.append(message)
 
     @property
     def wrong(self) -> list[ResultLine]:
@@ -89,10 +77,7 @@ def _indented(value: object) -> bytes:
 
 
 def as_json(report: BenchReport) -> bytes:
-    """What was requested, the machine, and for each line its figures and all rounds.
-
-    For peaks of memory: what every rank had, in bytes, beside the plain theory.
-    """
+    """What was requested, the machine, and for each line its figures and all rounds."""
     left_out = [msgspec.structs.asdict(left) for left in report.left_out]
     return _indented(
         {
@@ -100,7 +85,6 @@ def as_json(report: BenchReport) -> bytes:
             "machine": report.machine,
             "left_out": left_out,
             "lines": [_figures(report, line) for line in report.lines],
-            "peaks": [_peak_figures(report, peak) for peak in report.peaks],
         }
     )
 
@@ -129,38 +113,15 @@ def _figures(report: BenchReport, line: ResultLine) -> dict[str, Any]:
     }
 
 
-def _peak_figures(report: BenchReport, peak: Peak) -> dict[str, Any]:
-    task = task_of(peak.operation, report.request.width)
-    return {
-        "operation": peak.operation,
-        "ranks": peak.ranks,
-        "peer": peak.peer,
-        "gives_back": peak.gives_back,
-        "steps": peak.steps,
-        "building_bytes": peak.building,
-        "training_bytes": peak.training,
-        "shared_bytes": peak.shared,
-        "parameter_bytes": task.model_bytes,
-        "gradient_bytes": task.model_bytes,
-        "layer_bytes": task.layer_bytes,
-    }
-
-
 # ------------------------------------------------------------------------------
 # Tables.
 
 
 def tables(report: BenchReport) -> Iterator[Table]:
-    """A table for each operation and number of ranks, and then those of peaks of memory."""
+    """A table for each operation and number of ranks."""
     by_operation = itertools.groupby(report.lines, key=lambda line: (line.operation, line.ranks))
     for (operation, ranks), lines in by_operation:
         yield _table(report, operation, ranks, list(lines))
-
-    def kind(peak: Peak) -> tuple[int, str, bool]:
-        return (peak.ranks, peak.operation, peak.gives_back)
-
-    for _, peaks in itertools.groupby(sorted(report.peaks, key=kind), key=kind):
-        yield _peak_table(list(peaks), report.request.baseline)
 
 
 def _new_table(title: str, *headings: str) -> Table:
@@ -216,34 +177,6 @@ def _us(us: float) -> str:
     return f"{us:,.1f}" if us < 100 else f"{us:,.0f}"
 
 
-def _peak_table(peaks: list[Peak], baseline: str) -> Table:
-    """Of one operation, number of ranks, and way of freeing."""
-    first = peaks[0]
-    mode = ", freed memory given back" if first.gives_back else ""
-    table = _new_table(
-        f"{first.operation}, {first.ranks} ranks: peak MiB of a rank{mode}",
-        *("", "building", "training", "all ranks", "of it shared", f"x {baseline}"),
-    )
-    base = next((peak for peak in peaks if peak.peer == baseline), None)
-    for peak in peaks:
-        is_machine, largest = peak.peer in MACHINE, max(peak.training)
-        compared = base is not peak and not is_machine and largest
-        table.add_row(
-            peak.peer,
-            _mib(max(peak.building)),
-            _mib(largest),
-            _mib(sum(peak.training)),
-            _mib(sum(peak.shared)),
-            _ratio(max(base.training) / largest if base is not None and compared else None),
-            style="dim" if is_machine else "",
-        )
-    return table
-
-
-def _mib(count: float) -> str:
-    return f"{count / (1 << 20):,.1f}"
-
-
 # ------------------------------------------------------------------------------
 # Notes.
 
@@ -265,20 +198,6 @@ def notes(report: BenchReport) -> Iterator[str]:
             "do takes time from those that only spin, most of all"
         )
     yield from _notes_on_auto(report.lines)
-    # Of peaks: the plain theory, and what the figures are.
-    for operation, size in dict.fromkeys((peak.operation, peak.ranks) for peak in report.peaks):
-        task = task_of(operation, report.request.width)
-        yield (
-            f"{operation}, {size} ranks: parameters are {_mib(task.model_bytes)} MiB, gradients "
-            f"as much; shared out, both are {_mib(2 * task.model_bytes / size)} a rank, and "
-            f"{_mib(task.layer_bytes)} more for each layer that is whole, or whose gradients are"
-        )
-    if report.peaks:
-        yield (
-            "peaks of memory are beyond what a process had before the model, on the rank that had "
-            f"most; of building and wrapping it, and of {report.peaks[0].steps} steps; what ranks "
-            "share counts once, divided among them"
-        )
     for line in report.wrong:
         yield f"WRONG: {line}: {line.wrong} elements were not what they had to be"
     if report.lines and not report.wrong:
@@ -350,70 +269,3 @@ def as_tuning(report: BenchReport) -> bytes:
             )
             tables.append(table)
     return _indented(Tuning(format=FORMAT, tables=tuple(tables)))
-
-
-# ------------------------------------------------------------------------------
-# The picture: time over size, both on logarithmic scales.
-
-
-def check_plot(path: Path) -> None:
-    """Raise `MisuseError`, before anything is measured, if there will be no picture."""
-    try:
-        import matplotlib.figure  # noqa: PLC0415 -- an extra
-
-        known = matplotlib.figure.Figure().canvas.get_supported_filetypes()
-    except ImportError:
-        raise MisuseError(
-            f"--plot {path}: matplotlib is not installed; pip install 'phalanx[plot]', or leave "
-            "--plot out"
-        ) from None
-    if path.suffix[1:].lower() not in known:
-        forms = ", ".join(sorted(known))
-        raise MisuseError(f"--plot {path}: a picture is a file of one of {forms}")
-
-
-def draw(report: BenchReport, path: Path) -> None:
-    """Write a picture, with a panel for each operation and number of ranks, to `path`."""
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
-    panels: dict[str, list[ResultLine]] = {}
-    for line in report.lines:
-        if line.bytes:
-            title = f"{line.operation}, {line.ranks} ranks{report.request.circumstances}"
-            panels.setdefault(title, []).append(line)
-    columns = max(1, min(2, len(panels)))
-    rows = max(1, -(-len(panels) // columns))
-    figure = Figure(figsize=(6.4 * columns, 4.8 * rows), layout="constrained")
-    axes: list[Axes] = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for panel, (title, lines) in zip(axes, panels.items(), strict=False):
-        _draw_panel(panel, lines)
-        panel.set_title(title)
-    for panel in axes[len(panels) :]:
-        panel.set_axis_off()
-    with replacing(os.path.realpath(path)) as file, open(file, "wb", closefd=False) as out:
-        figure.savefig(out, format=path.suffix[1:].lower(), dpi=120)
-
-
-def _draw_panel(panel: Axes, lines: list[ResultLine]) -> None:
-    for number, entry in enumerate(dict.fromkeys(line.entry for line in lines)):
-        own = [line for line in lines if line.entry == entry]
-        sizes = [line.bytes for line in own]
-        style = "--" if entry.peer in MACHINE else "-"
-        colour = f"C{number % 10}"
-        middle = [line.median * 1e6 for line in own]
-        panel.plot(sizes, middle, style, marker=".", color=colour, label=str(entry))
-        low, high = ([line.quartiles[edge] * 1e6 for line in own] for edge in (0, 1))
-        panel.fill_between(sizes, low, high, color=colour, alpha=0.2)
-    panel.set_xscale("log", base=2)
-    panel.set_yscale("log")
-    sizes = sorted({line.bytes for line in lines})
-    shown: list[int] = []
-    for size in sizes[:: max(1, len(sizes) // 8)]:
-        if not shown or size >= 4 * shown[-1]:  # or one would be written over the other
-            shown.append(size)
-    panel.set_xticks(shown, [show_size(size) for size in shown])
-    panel.minorticks_off()
-    panel.set_xlabel("bytes")
-    panel.set_ylabel("microseconds of a call; the band holds half of the rounds")
-    panel.grid(visible=True, alpha=0.3)
-    panel.legend(fontsize="small")

@@ -16,9 +16,6 @@ from phalanx.errors import InvalidWorldSizeError, MisuseError
 from phalanx.ops.bench.operations import EXPANDED, MEMORY_KINDS, OPERATIONS
 from phalanx.ops.bench.peers import MACHINE, PEERS, PeerTable
 
-TIME, PEAK = "time", "peak"
-"""What can be measured."""
-
 _ALGORITHMS = ("auto", "all", "fixed", *(name for rows in COLLECTIVES.values() for name in rows))
 
 
@@ -32,10 +29,8 @@ class BenchRequest(msgspec.Struct, frozen=True, kw_only=True):
     algorithms  by name, for peers that have any; "fixed" is each of them, "all" `auto`, too
     timeout     seconds that a rank waits for another
     width       of the layers of what is trained; 0: each operation's own
-    measure     "time"; "peak" of memory, where an operation has one of interest
     beside      busy processes on each host, beside the ranks
     back_to_back  a round's figure is the median call of at least `MANY_CALLS`, not their mean
-    gives_back  what is freed goes back to the system at once (see `rank.py`)
     """
 
     operations: tuple[str, ...]
@@ -49,11 +44,8 @@ class BenchRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout: float = 240.0
     baseline: str
     width: int
-    measure: tuple[str, ...]
-    steps: int
     beside: int = 0
     back_to_back: bool = False
-    gives_back: bool = False
 
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.threads < 1 or not 0 < self.seconds < 60:
@@ -61,12 +53,6 @@ class BenchRequest(msgspec.Struct, frozen=True, kw_only=True):
                 f"--rounds {self.rounds}, --threads {self.threads}, --seconds {self.seconds:g}: it "
                 "takes a round, a thread, and a time of less than a minute"
             )
-        with_peak = [name for name, row in OPERATIONS.items() if row.peak]
-        if self.measure == (PEAK,) and not set(self.operations) & set(with_peak):
-            named = ", ".join(with_peak)
-            raise MisuseError(f"--measure {PEAK}: the peak of memory is measured of {named} alone")
-        if self.steps < 1:
-            raise MisuseError(f"--steps {self.steps}: there is no peak of memory without a step")
         if self.beside < 0:
             raise MisuseError(f"--beside {self.beside}: no or some busy processes can be started")
         if self.width < 0:
@@ -96,8 +82,6 @@ def make_request(
     threads: int = 1,
     baseline: str = "gloo",
     width: int = 0,
-    measure: str = "time,peak",
-    steps: int = 10,
     beside: int = 0,
     back_to_back: bool = False,
     tune: bool = False,
@@ -110,14 +94,13 @@ def make_request(
     """
     if tune:
         operations = operations or list(COLLECTIVES)
-        memory, algorithms, machine, measure = "ordinary", "fixed", False, TIME
+        memory, algorithms, machine = "ordinary", "fixed", False
     named = [part for name in operations for part in EXPANDED.get(name, (name,))]
     _check("operation", named, [*(name for name in OPERATIONS if name != "copy"), *EXPANDED])
     taking_part = _words(backends)
     _check("backend", [*taking_part, baseline], peers)
     memories = _check("kind of memory", _words(memory), MEMORY_KINDS)
     by_name = _check("algorithm", _words(algorithms), _ALGORITHMS)
-    figures = _check("figure", _words(measure), (TIME, PEAK))
     if tune:
         taking_part = [name for name in taking_part if peers[name].ours]
         if not taking_part or not set(named) <= COLLECTIVES.keys():
@@ -134,8 +117,6 @@ def make_request(
         threads=threads,
         baseline=baseline,
         width=width,
-        measure=tuple(figures),
-        steps=steps,
         beside=beside,
         back_to_back=back_to_back,
     )
@@ -293,25 +274,4 @@ class BackendInfo(msgspec.Struct, tag="backend", frozen=True):
     hosts: tuple[int, ...]
 
 
-class Peak(msgspec.Struct, kw_only=True, tag="peak"):
-    """One peer's peaks of memory, in processes that had nothing else to do.
-
-    Bytes that each rank had besides what it began with:
-
-    building  at most, until the model was ready to be trained
-    training  at most, from then on
-    shared    in the end: its part of memory that ranks share, which is in the other two. The sum
-              over the ranks is what there is of it on the host
-    """
-
-    operation: str
-    ranks: int
-    peer: str
-    gives_back: bool
-    steps: int
-    building: list[int]
-    training: list[int]
-    shared: list[int]
-
-
-Message = ResultLine | LeftOut | BackendInfo | Peak | str
+Message = ResultLine | LeftOut | BackendInfo | str

@@ -1,13 +1,11 @@
 """A whole benchmark: on ranks that are started here, or as one rank of a launcher's job.
 
 All peers meet in the same processes, so there is one way to start them: a fresh process a rank,
-with the usual variables in its environment; or under mpirun, if MPI takes part, which sets its own.
-The peak of memory takes fresh ranks for each peer.
+with the usual variables in its environment.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import secrets
 import subprocess
@@ -24,7 +22,6 @@ from phalanx.errors import (
     BackendUnavailableError,
     DistributedError,
     InvalidWorldSizeError,
-    MisuseError,
     PeerLostError,
 )
 from phalanx.files import write
@@ -32,22 +29,12 @@ from phalanx.launch.environment import STORE_VARIABLE, read_environment
 from phalanx.launch.reaper import GRACE, Reaper
 from phalanx.launch.store import StoreServer, listen_for_store
 from phalanx.launch.supervisor import Supervisor
-from phalanx.ops.bench.operations import OPERATIONS
-from phalanx.ops.bench.peers import MACHINE, PEERS, PeerTable, find_mpirun
-from phalanx.ops.bench.rank import (
-    FOUND,
-    GIVES_BACK,
-    REQUEST,
-    gives_back,
-    lacks_peaks,
-    run_rank,
-)
+from phalanx.ops.bench.peers import PEERS, PeerTable
+from phalanx.ops.bench.rank import FOUND, REQUEST, run_rank
 from phalanx.ops.bench.report import BenchReport
-from phalanx.ops.bench.request import PEAK, TIME, BenchRequest, LeftOut, Message
+from phalanx.ops.bench.request import BenchRequest, Message
 from phalanx.ops.machine import describe_machine
 from phalanx.wire.control import learned
-
-_PEAKS = "the peak of memory"
 
 
 def new_report(
@@ -63,8 +50,7 @@ def run_bench(report: BenchReport, show: Callable[[str], None]) -> bool:
     """Measure what the report asks; it fills up, and `show` is told what is being done.
 
     Under a launcher this process is one of its ranks. Returns whether the report is this
-    process's: on every rank but 0 it stays empty. Raises what `run_ranks` does, and `MisuseError`
-    if nothing but peaks of memory is requested under a launcher.
+    process's: on every rank but 0 it stays empty. Raises what `run_ranks` does.
     """
 
     def hear(message: Message) -> None:
@@ -72,55 +58,14 @@ def run_bench(report: BenchReport, show: Callable[[str], None]) -> bool:
         if isinstance(message, str):
             show(message)
 
-    request = report.request
-    timed = msgspec.structs.replace(request, measure=(TIME,))
-    asked = request.operations if PEAK in request.measure else ()
-    with_peak = [name for name in asked if OPERATIONS[name].peak]
     world = read_environment(os.environ)
     if world is not None:
-        reason = "it takes fresh processes for each library, and these are a launcher's"
-        if TIME not in request.measure:
-            raise MisuseError(f"--measure {PEAK}: {reason}; run it without one")
-        run_rank(timed, report.peers, hear)
-        for name in with_peak if world.rank == 0 else ():
-            hear(LeftOut(_PEAKS, world.world_size, reason, name))
+        run_rank(report.request, report.peers, hear)
         return world.rank == 0
     for ranks in report.ranks:
-        parts = [run_ranks(timed, ranks, report.peers)] if TIME in request.measure else []
-        parts += [_run_peaks(report, name, ranks) for name in with_peak]
-        for message in itertools.chain.from_iterable(parts):
+        for message in run_ranks(report.request, ranks, report.peers):
             hear(message)
     return True
-
-
-def _run_peaks(report: BenchReport, operation: str, ranks: int) -> Iterator[Message]:
-    """One library after the other, each with ranks of its own that have nothing else to do."""
-    if reason := lacks_peaks():
-        yield LeftOut(_PEAKS, ranks, reason, operation)
-        return
-    if not gives_back():
-        reason = "it takes the malloc of glibc (mallopt(3))"
-        yield LeftOut(f"{_PEAKS} with all freed memory given back", ranks, reason, operation)
-    for name in report.request.backends:
-        row = report.peers[name]
-        left_out = [(left.peer, left.ranks, left.operation) for left in report.left_out]
-        if (name, ranks, "") in left_out or (name, ranks, operation) in left_out:
-            continue
-        if name in MACHINE and not row.trains:
-            continue
-        if problem := row.lacks() or ("" if row.trains else "it has no such operation"):
-            yield LeftOut(name, ranks, problem, operation)
-            continue
-        for given_back in (False, True)[: 1 + gives_back()]:
-            yield f"{operation}, {ranks} ranks: the peak of {name}'s memory"
-            request = msgspec.structs.replace(
-                report.request,
-                backends=(name,),
-                operations=(operation,),
-                measure=(PEAK,),
-                gives_back=given_back,
-            )
-            yield from run_ranks(request, ranks, report.peers)
 
 
 # ------------------------------------------------------------------------------
@@ -130,9 +75,6 @@ _POLL = 0.05
 _SILENCE = 600.0
 """Seconds without a word from rank 0 after which the ranks are taken to hang."""
 
-_MPI_START = 60.0
-"""Seconds that mpirun has to start one process."""
-
 _LAST_LINES = 30
 """Of a failed rank's output, which are shown."""
 
@@ -141,7 +83,7 @@ _EXECUTE = (
     "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT]); "
     "os.execv(sys.argv[3], sys.argv[3:])"
 )
-"""What Python runs as a process of the supervisor's, to become a rank or mpirun."""
+"""What Python runs as a process of the supervisor's, to become a rank."""
 
 
 def run_ranks(request: BenchRequest, ranks: int, peers: PeerTable = PEERS) -> Iterator[Message]:
@@ -152,12 +94,6 @@ def run_ranks(request: BenchRequest, ranks: int, peers: PeerTable = PEERS) -> It
     """
     if ranks < 2:
         raise InvalidWorldSizeError(f"{ranks} ranks: it takes two or more to exchange anything")
-    over_mpi = [n for n in request.backends if peers[n].needs_mpi and not peers[n].lacks()]
-    if over_mpi and (problem := _try_mpirun()):
-        for name in over_mpi:
-            yield LeftOut(name, ranks, f"mpirun does not start anything here: {problem}")
-        rest = tuple(name for name in request.backends if name not in over_mpi)
-        request, over_mpi = msgspec.structs.replace(request, backends=rest), []
     scripts = dict.fromkeys(peers[name].script for name in request.backends)
     token, job = secrets.token_hex(32), os.environ.get("TORCHELASTIC_RUN_ID", "")
     with (
@@ -171,9 +107,6 @@ def run_ranks(request: BenchRequest, ranks: int, peers: PeerTable = PEERS) -> It
         program = [sys.executable, "-m", "phalanx.ops.bench.rank", path]
         program += [script for script in scripts if script]
         size = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
-        places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **size} for rank in range(ranks)]
-        if over_mpi:  # mpirun gives them their places
-            program, places = [*_mpirun(ranks), *program], [{}]
         shared = {k: v for k, v in os.environ.items() if not k.startswith("PHALANX_TOKEN")}
         shared |= {
             "MASTER_ADDR": "127.0.0.1",
@@ -182,7 +115,7 @@ def run_ranks(request: BenchRequest, ranks: int, peers: PeerTable = PEERS) -> It
             "PHALANX_TOKEN": token,
             "OMP_NUM_THREADS": str(request.threads),
             "PYTHONUNBUFFERED": "1",
-            **(GIVES_BACK if request.gives_back else {}),
+            **size,
         }
 
         def open_output(number: int) -> tuple[int, int]:
@@ -190,16 +123,16 @@ def run_ranks(request: BenchRequest, ranks: int, peers: PeerTable = PEERS) -> It
             return output, os.dup(output)
 
         with Supervisor(reaper, open_output) as supervisor:
-            for number, place in enumerate(places):
+            for rank in range(ranks):
                 supervisor.start(
-                    number,
+                    rank,
                     _EXECUTE,
                     program,
-                    environ=shared | place,
+                    environ=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                     options=("-I", "-S"),
                     stdin=subprocess.DEVNULL,
                 )
-            yield from _listen(folder, supervisor, len(places))
+            yield from _listen(folder, supervisor, ranks)
 
 
 def _working_folder() -> tempfile.TemporaryDirectory[str]:
@@ -210,27 +143,6 @@ def _working_folder() -> tempfile.TemporaryDirectory[str]:
             f"there is no room for the launcher's small files ({error}): set TMPDIR to a folder of "
             "yours that can be written to and is not full"
         ) from error
-
-
-def _mpirun(ranks: int) -> list[str]:
-    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    return [find_mpirun(), *as_root, "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
-
-
-def _try_mpirun() -> str:
-    """Why an MPI that is installed does not start here; empty if it does."""
-    probe = [*_mpirun(1), sys.executable, "-c", "import mpi4py.MPI"]
-    try:
-        ended = subprocess.run(
-            probe, stdin=subprocess.DEVNULL, capture_output=True, timeout=_MPI_START, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    if ended.returncode == 0:
-        return ""
-    lines = (ended.stderr + ended.stdout).decode(errors="replace").split("\n")
-    said = (line.strip() for line in reversed(lines) if line.strip("- "))
-    return next(said, f"exit code {ended.returncode}")
 
 
 def _listen(folder: Path, supervisor: Supervisor, count: int) -> Iterator[Message]:
@@ -261,8 +173,7 @@ def _listen(folder: Path, supervisor: Supervisor, count: int) -> Iterator[Messag
         supervisor.wait(_POLL)
     codes = {ended.rank: ended.code for ended in supervisor.exits()}
     said = "\n".join(
-        f"--- {f'rank {number}' if count > 1 else 'mpirun'}, exit code {codes.get(number)}:\n"
-        f"{last_lines(number)}"
+        f"--- rank {number}, exit code {codes.get(number)}:\n{last_lines(number)}"
         for number in range(count)
         if codes.get(number) != 0
     )

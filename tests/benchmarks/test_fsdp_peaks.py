@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
+import io
+import json
 import mmap
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import nn
 
 import phalanx
 from phalanx import Backend
-from phalanx.ops.bench.operations import OPERATIONS, PreparedCall, TrainedModel, task_of
+from phalanx.ops.bench.operations import PreparedCall, TrainedModel, task_of
 from phalanx.ops.bench.peer import Call, RankContext
-from phalanx.ops.bench.peers import PEERS, Alone
-from phalanx.ops.bench.rank import GIVES_BACK, Meter, gives_back, lacks_peaks, measure_peak
-from phalanx.ops.bench.report import BenchReport
-from phalanx.ops.bench.request import LeftOut, Peak, make_request
-from phalanx.ops.bench.start import run_bench
+from phalanx.ops.bench.peers import Alone
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from fsdp_peaks import (
+    GIVES_BACK,
+    Meter,
+    Peak,
+    as_json,
+    gives_back,
+    lacks_peaks,
+    measure,
+    measure_peak,
+    tables,
+    theory,
+)
+
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 MIB = 1 << 20
 SLACK = 4 * MIB  # pages of code that are first used, and the kernel's own rounding
 
@@ -63,7 +80,7 @@ def test_after_a_reset_what_is_still_there_counts_and_what_is_gone_does_not() ->
 
 SHARING = """
 import mmap, sys
-from phalanx.ops.bench.rank import Meter
+from fsdp_peaks import Meter
 
 file, private = int(sys.argv[1]), int(sys.argv[2]) << 20
 meter = Meter()
@@ -89,6 +106,7 @@ def test_what_processes_share_is_counted_once_divided_among_them() -> None:
             stdout=subprocess.PIPE,
             text=True,
             pass_fds=[file],
+            env={**os.environ, "PYTHONPATH": BENCHMARKS},
         )
         for private in (8, 32)
     ]
@@ -110,7 +128,7 @@ def test_what_processes_share_is_counted_once_divided_among_them() -> None:
 
 
 FREEING = """
-from phalanx.ops.bench.rank import Meter
+from fsdp_peaks import Meter
 meter = Meter()
 for size in (30, 20, 12, 30):  # each fits into what the one before it has left
     b"x" * (size << 20)
@@ -123,18 +141,12 @@ print(meter.peak())
 def test_in_that_environment_freed_memory_is_given_back() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", FREEING],
-        env={**os.environ, **GIVES_BACK},
+        env={**os.environ, **GIVES_BACK, "PYTHONPATH": BENCHMARKS},
         capture_output=True,
         text=True,
         check=True,
     )
     assert int(ended.stdout) < 8 * MIB
-
-
-def requested(**options: object) -> BenchReport:
-    given: dict[str, object] = {"backends": "gloo", "sizes": "8", "measure": "peak", "steps": 3}
-    request = make_request(["fsdp"], **given | options)  # type: ignore[arg-type]
-    return BenchReport(request=request, ranks=[2], machine={})
 
 
 Wrap = Callable[[nn.Module], TrainedModel]
@@ -159,13 +171,12 @@ class Greedy(Alone):
 TOLD_APART = 512  # the width of its layers
 
 
-def peaks_of_two_ranks(_: Backend) -> list[Peak | LeftOut]:
+def peaks_of_two_ranks(_: Backend) -> list[Peak | str]:
     """Two simulated ranks are one process: what one has counts for both."""
 
-    def rank(backend: Backend) -> Peak | LeftOut:
+    def rank(backend: Backend) -> Peak | str:
         context = RankContext(backend, "", 20.0, TOLD_APART)
-        request = requested(width=TOLD_APART).request
-        return measure_peak("it", Greedy(context), OPERATIONS["fsdp"], request, context)
+        return measure_peak(Greedy(context), context, 3)
 
     return list(phalanx.simulate(rank, 2))
 
@@ -176,7 +187,6 @@ def test_building_and_training_are_told_apart_and_every_rank_has_all_figures() -
     [(first, second)] = phalanx.spawn(peaks_of_two_ranks, 1)
     assert first == second
     assert isinstance(first, Peak)
-    assert (first.peer, first.ranks, first.steps, first.gives_back) == ("it", 2, 3, False)
     by_rank = list(zip(first.building, first.training, first.shared, strict=True))
     assert len(by_rank) == 2
     for building, training, shared in by_rank:
@@ -194,34 +204,79 @@ def test_who_cannot_do_it_on_one_rank_is_left_out_on_all() -> None:
                 raise ValueError("not here")
             return step
 
-    def rank(backend: Backend) -> Peak | LeftOut:
+    def rank(backend: Backend) -> Peak | str:
         context = RankContext(backend, "", 20.0, 16)
-        request = requested().request
-        return measure_peak("it", Refuses(context), OPERATIONS["fsdp"], request, context)
+        return measure_peak(Refuses(context), context, 3)
 
-    said = LeftOut("it", 2, "rank 1: ValueError: not here", "fsdp")
+    said = "rank 1: ValueError: not here"
     assert phalanx.simulate(rank, 2) == [said, said]
 
 
-def test_who_has_no_training_steps_is_left_out_without_starting_anything() -> None:
-    report = requested(backends="mpi,nccl", machine=False)
-    assert run_bench(report, lambda message: None)
-    assert report.peaks == []
-    assert [(left.peer, left.operation) for left in report.left_out] == [
-        ("mpi", "fsdp"),
-        ("nccl", "fsdp"),
-    ]
+def test_the_peak_of_memory_is_that_of_a_sharded_model() -> None:
+    *_, peak = measure(["shm"], 2, width=512, steps=10)
+    assert (peak.peer, peak.gives_back) == ("shm", gives_back())
+    model = task_of("fsdp", 512).model_bytes
+    for training, shared in zip(peak.training, peak.shared, strict=True):
+        assert model / 2 < training < 6 * model
+        assert shared >= model / 2 - 65536
 
 
-def test_under_a_launcher_there_are_no_fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_PORT", "1")
-    with pytest.raises(phalanx.MisuseError, match="fresh processes"):
-        run_bench(requested(), lambda message: None)
+def peak(peer: str, *training: int, gives_back: bool = False, shared: int = 0) -> Peak:
+    return Peak(
+        peer=peer,
+        gives_back=gives_back,
+        building=[20 << 20 for _ in training],
+        training=[mib << 20 for mib in training],
+        shared=[shared << 20 for _ in training],
+    )
 
 
-def test_every_peer_that_trains_can_be_asked_for_its_peak() -> None:
-    assert {"shm", "tcp", "hybrid", "gloo", "alone"} <= {
-        name for name, row in PEERS.items() if row.trains
-    }
+PEAKS = [
+    peak("shm", 100, 110, shared=32),
+    *(peak(name, 60, gives_back=True) for name in ("shm", "gloo")),
+    peak("gloo", 220, 200),
+    peak("alone", 128),
+]
+
+
+def text_of_table(table: Table) -> str:
+    out = io.StringIO()
+    Console(file=out, width=120).print(table)
+    return "\n".join(row.rstrip() for row in out.getvalue().splitlines())
+
+
+def cells(text: str, name: str) -> list[str]:
+    """The cells of the row with this name."""
+    rows = [[cell.strip() for cell in row.strip("│").split("│")] for row in text.splitlines()]
+    return next(row for row in rows if row[0] == name)
+
+
+def test_a_peak_is_that_of_the_rank_with_most_beside_the_sum_and_what_is_shared() -> None:
+    plain, given_back = (text_of_table(table) for table in tables(PEAKS, 2))
+    assert "fsdp, 2 ranks: peak MiB of a rank\n" in plain
+    assert cells(plain, "shm") == ["shm", "20.0", "110.0", "210.0", "64.0", "2.00"]
+    assert cells(plain, "gloo") == ["gloo", "20.0", "220.0", "420.0", "0.0", ""]
+    assert cells(plain, "alone") == ["alone", "20.0", "128.0", "128.0", "0.0", ""]
+    assert "rank, freed memory given back\n" in given_back
+    assert cells(given_back, "shm")[-1] == "1.00"
+
+
+def test_the_plain_theory_of_what_is_shared_out_is_said_beside_peaks() -> None:
+    said, what = theory(task_of("fsdp", 0), 2, 10)
+    assert said == (
+        "parameters are 64.0 MiB, gradients as much; shared out, both are 64.0 a rank, and 16.0 "
+        "more for each layer that is whole, or whose gradients are"
+    )
+    assert "of 10 steps; what ranks share counts once" in what
+
+
+def test_json_has_every_rank_s_peaks_and_the_theory() -> None:
+    found = json.loads(as_json(PEAKS, task_of("fsdp", 0), 2, 10))
+    assert (found["ranks"], found["steps"]) == (2, 10)
+    assert found["parameter_bytes"] == 4 * 4 * (2048 * 2048 + 2048)
+    first, *others = found["peaks"]
+    assert len(others) == 4
+    assert (first["peer"], first["gives_back"]) == ("shm", False)
+    assert first["training"] == [100 << 20, 110 << 20]
+    assert first["building"] == [20 << 20] * 2
+    assert first["shared"] == [32 << 20] * 2
