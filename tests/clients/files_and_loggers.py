@@ -31,15 +31,15 @@ class FileOrLogger(NamedTuple):
     refused: tuple[Claim, ...]
 
 
-SCALARS = "training/test_scalars.py::test_"
-METRICS = "launch/test_metrics.py::test_"
+SCALARS = "ops/test_scalars.py::test_"
+METRICS = "ops/observe/test_metrics.py::test_"
 LOGGERS = "clients/test_scalar_loggers.py::test_"
 CLIENTS = "clients/test_metrics_clients.py::test_"
 MODELS = "clients/test_hugging_face_checkpoints.py::test_"
 PAGES = "clients/test_pages.py::test_"
-EXPORT = "checkpoint/test_export_hugging_face.py::test_"
+EXPORT = "ops/interop/test_export_hugging_face.py::test_"
 PRETRAINED = "checkpoint/test_pretrained.py::test_"
-DCP = "checkpoint/test_dcp.py::test_"
+DCP = "ops/interop/test_dcp.py::test_"
 TARGETS = f"{SCALARS}what_is_no_target_is_refused_before_training"
 
 FILES_AND_LOGGERS = (
@@ -223,7 +223,7 @@ FILES_AND_LOGGERS = (
             ),
             Claim(
                 "also on two ranks, and what these save is imported",
-                "multiprocess/test_dcp_ranks.py::"
+                "ops/interop/test_dcp_ranks.py::"
                 "test_ranks_of_torch_read_an_export_and_an_import_reads_what_they_save",
             ),
             Claim(
@@ -296,7 +296,7 @@ FILES_AND_LOGGERS = (
         (
             Claim(
                 "an address without its word: `403`",
-                "launch/test_watch_web.py::test_without_the_word_everything_is_forbidden",
+                "ops/observe/test_watch_web.py::test_without_the_word_everything_is_forbidden",
             ),
             Claim(
                 "names of ranks, lines and errors that are HTML: they are shown as text",
