@@ -51,6 +51,15 @@ REFUSED = [
         beside="unused parameters",
         always=False,
     ),
+    # torch's words: memory that a compiled backward pass takes over is not there for a second one.
+    # Layers are compiled one by one, and so may have such memory where a whole model has none.
+    Refusal(
+        FSDP,
+        "backward(retain_graph=True)",
+        "requires create_graph=False and retain_graph=False",
+        beside="torch.compile",
+        always=False,
+    ),
     # torch's own words, as of fully_shard: shards are in no graph.
     Refusal(FSDP, "autograd.grad for parameters", "appears to not have been used in the graph"),
     Refusal(FSDP, "unused on one rank", "pass a unit= around it that every rank calls", ends=True),
