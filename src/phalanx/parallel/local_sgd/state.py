@@ -99,9 +99,9 @@ def outer_state(
     Raises `UnsupportedObjectError` if it keeps something that is no tensor and no number.
     """
     state: dict[str, Tensor] = {}
+    for name, copy in copies.items() if apart else ():
+        state[f"{_OUTER}parameter.{name}"] = copy.detach().clone()
     for name, copy in copies.items():
-        if apart:
-            state[f"{_OUTER}parameter.{name}"] = copy.detach().clone()
         for key, value in optimizer.state.get(copy, {}).items():
             if value is not None:
                 state[f"{_OUTER}state.{key}.{name}"] = _as_tensor(value, f"{key} of {name}")
