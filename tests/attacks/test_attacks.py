@@ -1,7 +1,7 @@
 """A little of each attack of `make attack`, which a job has to hold off; no times are compared.
 
-Hostile files are in tests/checkpoint/test_hostile_files.py; `starts` measures times, which is for a
-machine that does nothing else. Without root some say that they are skipped.
+Hostile files are in tests/ops/interop/test_hostile_exports.py; `starts` measures times, which is
+for a machine that does nothing else. Without root some say that they are skipped.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from clusters import Tcp
+from networks import why_not
 from rich.console import Console
 
 from phalanx import Backend
@@ -17,7 +18,7 @@ from phalanx import Backend
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import links
-from linked_hosts import bucket
+from linked_hosts import NoLinkError, bucket
 from links import BARE, GLOO, OURS, Bare, Figure, Link, both_ways
 
 from phalanx.ops.bench.operations import OPERATIONS
@@ -146,3 +147,14 @@ def test_what_a_bare_exchange_brings_is_checked():
 
     for right, wrong in Tcp().run(rank, 2):
         assert right == 0 < wrong
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not() or "networks are allowed")
+def test_ranks_are_measured_on_a_link_with_a_delay() -> None:
+    try:
+        found = links.measure("1G+1ms", ["--sizes", "8", "--rounds", "1"])
+    except NoLinkError as error:
+        pytest.skip(f"no hosts can be joined here: {error}")
+    assert [one.operation for one in found] == ["all_reduce", "stream"]
+    assert [(one.bytes, one.wrong) for one in found] == [(8, 0)] * 2
+    assert min(found[0].seconds.values()) > 1e-3  # no all_reduce is over before a packet arrives

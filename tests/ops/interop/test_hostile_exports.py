@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,8 @@ from typer.testing import CliRunner
 
 from phalanx import CheckpointError, CheckpointIOError, save_checkpoint
 from phalanx.cli.app import app
+
+ATTACKS = Path(__file__).parents[2] / "attacks" / "files.py"
 
 
 @pytest.mark.parametrize("kind", ["hf", "dcp"])
@@ -41,3 +45,10 @@ def test_an_export_does_not_write_into_a_strangers_folder(folder: Path) -> None:
     os.chown(folder / ".out.unfinished", 54321, 54321)
     words = ["checkpoint", "export", str(folder / "runs"), str(folder / "out"), "--format", "hf"]
     assert "belongs to user 54321" in str(CliRunner().invoke(app, words).exception)
+
+
+def test_the_short_form_of_the_attacks_finds_nothing() -> None:
+    ended = subprocess.run(
+        [sys.executable, str(ATTACKS), "--short"], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
