@@ -24,14 +24,14 @@ OPS = "phalanx.ops"
 OF_RANKS: Mapping[str, str] = MappingProxyType(
     {"PHALANX_METRICS": f"{OPS}.observe.metrics", "PHALANX_WATCH": f"{OPS}.observe.watch.publish"}
 )
-"""The variable that asks for it, and its module: `check(environ)`, `begin(backend, world)`."""
+"""What asks for it, and the module: `check(environ)`, `begin(backend, world, environ)`."""
 OF_LAUNCHERS = f"{OPS}.observe.watch.launcher"
 LOGGERS = f"{OPS}.loggers"
 
 
 def check_observers(environ: Mapping[str, str]) -> None:
     """Raise `MisuseError` for a variable that asks for what cannot be, or is not installed."""
-    for _, module in _asked_for(environ):
+    for module in _asked_for(environ):
         module.check(environ)
 
 
@@ -40,8 +40,8 @@ def begin_observers(backend: Any, world: Any, environ: Mapping[str, str]) -> Non
 
     world   its place in the job, if the launcher has told it otherwise than by the environment
     """
-    for _, module in _asked_for(environ):
-        module.begin(backend, world)
+    for module in _asked_for(environ):
+        module.begin(backend, world, environ)
 
 
 def load(module: str, asked_by: str) -> Any:
@@ -59,7 +59,7 @@ def has_ops() -> bool:
     return find_spec(OPS) is not None
 
 
-def _asked_for(environ: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+def _asked_for(environ: Mapping[str, str]) -> Iterator[Any]:
     for variable, module in OF_RANKS.items():
         if environ.get(variable, "").strip():
-            yield variable, load(module, f"{variable}={environ[variable]}")
+            yield load(module, f"{variable}={environ[variable]}")

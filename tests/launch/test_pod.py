@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterator
+from dataclasses import replace
 
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import phalanx.launch.run as launcher
 from phalanx.errors import MisuseError
+from phalanx.launch.command import run_command
 from phalanx.launch.pod import read_pod
+from phalanx.launch.run import Job
+
+app = typer.Typer()
+app.command(context_settings={"allow_interspersed_args": False})(run_command)
 
 TRAINJOB = {  # as Kubeflow's Trainer sets it
     "PET_NNODES": "3",
@@ -68,3 +79,26 @@ def test_a_value_that_makes_no_sense_is_named(name: str, value: str, words: str)
 
 def test_a_bad_value_is_no_matter_where_the_option_is_given() -> None:
     assert read_pod({**TRAINJOB, "PET_NPROC_PER_NODE": "auto"}, ranks=2).ranks == 2
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Job]]:
+    """The jobs that the command line asked for, instead of running them."""
+    jobs: list[Job] = []
+    monkeypatch.setattr(launcher, "run", lambda job: jobs.append(job) or 0)
+    for name in TRAINJOB:
+        monkeypatch.delenv(name, raising=False)
+    return jobs
+
+
+def test_the_launcher_takes_what_the_controller_says(asked: list[Job]) -> None:
+    CliRunner().invoke(app, ["train.py"], env=TRAINJOB)
+    CliRunner().invoke(app, ["-n", "1", "--node-rank", "0", "train.py"], env=TRAINJOB)
+    job = Job(4, "train.py", nodes=3, node_rank=2, master="train-node-0-0.train:29500")
+    assert asked == [job, replace(job, ranks=1, node_rank=0)]
+
+
+def test_the_help_of_the_launcher_names_the_variables() -> None:
+    shown = CliRunner().invoke(app, ["--help"]).output
+    for name in TRAINJOB:
+        assert name in shown

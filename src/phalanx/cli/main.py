@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 
 
 def main() -> None:
@@ -16,13 +15,9 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from phalanx.cli.app import app  # noqa: PLC0415 -- it takes a moment
-    from phalanx.errors import DistributedError  # noqa: PLC0415
+    from phalanx.launch.command import run_app  # noqa: PLC0415
 
-    try:
-        app(prog_name="phalanx")
-    except DistributedError as error:
-        sys.stderr.write(f"phalanx: {error}\n")
-        raise SystemExit(2) from None
+    run_app(app, "phalanx")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Annotated
 
 import typer
+
+from phalanx.errors import DistributedError
+
+
+def run_app(app: typer.Typer, name: str) -> None:
+    """Run a command line of this process, and end that with the exit code. Of an error of ours
+    stderr says what it is, and the code is 2.
+    """
+    try:
+        app(prog_name=name)
+    except DistributedError as error:
+        sys.stderr.write(f"phalanx: {error}\n")
+        raise SystemExit(2) from None
 
 
 def run_command(
@@ -113,16 +127,7 @@ def run_command(
 
     pod = read_pod(os.environ, ranks=ranks, nodes=nodes, node_rank=node_rank, master=master)
     job = Job(
-        pod.ranks,
-        script,
-        words,
-        module,
-        pod.nodes,
-        pod.node_rank,
-        pod.master,
-        max_restarts,
-        grace,
-        bind,
-        insecure,
+        *(pod.ranks, script, words, module, pod.nodes, pod.node_rank, pod.master),
+        *(max_restarts, grace, bind, insecure),
     )
     raise typer.Exit(run(job))

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-import phalanx.launch.run as launcher
 from phalanx.cli.app import app
 from phalanx.errors import BackendUnavailableError, MisuseError
-from phalanx.launch.run import Job
 from phalanx.ops.clusters.kubernetes import (
     KINDS,
     KubernetesJob,
@@ -23,38 +20,6 @@ from phalanx.ops.clusters.kubernetes import (
 )
 
 TOKEN = "0123456789abcdef" * 4
-TRAINJOB = {  # as Kubeflow's Trainer sets it
-    "PET_NNODES": "3",
-    "PET_NPROC_PER_NODE": "4",
-    "PET_NODE_RANK": "2",
-    "PET_MASTER_ADDR": "train-node-0-0.train",
-    "PET_MASTER_PORT": "29500",
-    "JOB_COMPLETION_INDEX": "2",
-}
-INDEXED = {"JOB_COMPLETION_INDEX": "1"}  # as the controller of Jobs sets it
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Job]]:
-    """The jobs that the command line asked for, instead of running them."""
-    jobs: list[Job] = []
-    monkeypatch.setattr(launcher, "run", lambda job: jobs.append(job) or 0)
-    for name in TRAINJOB:
-        monkeypatch.delenv(name, raising=False)
-    return jobs
-
-
-def test_the_launcher_takes_what_the_controller_says(asked: list[Job]) -> None:
-    CliRunner().invoke(app, ["run", "train.py"], env=TRAINJOB)
-    CliRunner().invoke(app, ["run", "-n", "1", "--node-rank", "0", "train.py"], env=TRAINJOB)
-    job = Job(4, "train.py", nodes=3, node_rank=2, master="train-node-0-0.train:29500")
-    assert asked == [job, replace(job, ranks=1, node_rank=0)]
-
-
-def test_the_help_of_the_launcher_names_the_variables() -> None:
-    shown = CliRunner().invoke(app, ["run", "--help"]).output
-    for name in TRAINJOB:
-        assert name in shown
 
 
 # Manifests -------------------------------------------------------------------------------------

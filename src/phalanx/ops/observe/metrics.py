@@ -66,13 +66,13 @@ def check(environ: Mapping[str, str]) -> Endpoint | str | None:
         ) from error
 
 
-def begin(backend: Backend, _: object = None) -> None:
+def begin(backend: Backend, _: object = None, environ: Mapping[str, str] = os.environ) -> None:
     """Count from now on, and serve the numbers as `PHALANX_METRICS` says, until the backend closes.
 
     Rank r of a host, by the order of ranks, listens r ports after the first. If it cannot, it warns
     and goes on. Raises what `check` does.
     """
-    where, engine = check(os.environ), backend.engine
+    where, engine = check(environ), backend.engine
     if where is None:
         return
     engine.count()
@@ -90,7 +90,7 @@ def begin(backend: Backend, _: object = None) -> None:
             backend.rank,
             endpoint,
             VARIABLE,
-            os.environ[VARIABLE],
+            environ[VARIABLE],
             local_rank,
             getattr(error, "strerror", None) or error,
         )
