@@ -52,9 +52,9 @@ BUDGETS = {  # of each package: lines, files
     "aggregation": (1_800, 7),
     "checkpoint": (3_600, 14),
     "cli": (1_165, 9),
-    "collectives": (5_000, 21),
+    "collectives": (5_180, 24),
     "compression": (1_770, 7),
-    "core": (5_240, 19),
+    "core": (5_400, 20),
     "fsdp": (2_620, 10),
     "launch": (4_200, 20),
     "native": (2_250, 8),
@@ -69,7 +69,7 @@ BUDGETS = {  # of each package: lines, files
     "torch_backend": (1_900, 9),
     "training": (1_020, 5),
     "transport": (710, 3),  # without its packages
-    "transport.shm": (1_530, 7),
+    "transport.shm": (1_640, 10),
     "transport.tcp": (3_590, 11),
     "wire": (1_350, 6),
 }

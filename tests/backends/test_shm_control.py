@@ -15,18 +15,12 @@ from hypothesis import strategies as st
 from shm_peers import local_peers, make_control
 
 from phalanx.core.call import Call
-from phalanx.transport.shm.control import (
-    FLAG,
-    GIVEN,
-    RESULT,
-    ControlBlock,
-    Descriptors,
-    FlagWait,
-    ShmEpoch,
-    peer_slot,
-)
+from phalanx.core.shared_group import Descriptors
+from phalanx.transport.shm.control import ControlBlock
 from phalanx.transport.shm.directory import USED
 from phalanx.transport.shm.domain import HostDomain
+from phalanx.transport.shm.epoch import FlagWait, ShmEpoch
+from phalanx.transport.shm.peer_slot import FLAG, peer_slot
 
 
 def asked(rolling_hash: int) -> Call:
@@ -43,7 +37,7 @@ def show(control: ControlBlock, value: int) -> None:
 
 
 def sees(control: ControlBlock, value: int) -> bool:
-    slots = [control.slot(place).slot(value % 2, 100, torch.int64) for place in range(control.size)]
+    slots = [control.slot(place, value % 2, 100, torch.int64) for place in range(control.size)]
     return all(bool((slot == value).all()) for slot in slots)
 
 
@@ -170,12 +164,10 @@ def test_what_is_shown_is_found_where_it_lies() -> None:
             assert controls[0].find(tensors[1].data_ptr(), 1) is None  # of another rank
         for control, peer in ((controls[0], 1), (controls[1], 0)):
             assert FlagWait(control, 1).ready(spin=1.0)
-            slot = control.slot(peer)
-            assert slot.shown(control.turn)
-            given, result = slot.address(GIVEN[control.turn]), slot.address(RESULT[control.turn])
-            assert given == result
-            assert given != tensors[peer].data_ptr()  # mapped once more
-            assert not slot.shown(1 - control.turn)
+            given = control.given(peer)
+            assert given is not None
+            assert given == control.result(peer)
+            assert given != (tensors[peer].data_ptr(), None)  # mapped once more
 
 
 def test_what_is_not_wholly_in_the_arena_is_not_found() -> None:
@@ -217,7 +209,7 @@ def test_many_groups_one_after_the_other_take_no_more_memory_than_two(staged: bo
             controls = controls_of(domain, ident)
             for control in controls:
                 if staged:
-                    control.make_stage()
+                    control.wait_for_part(ahead=False)
                 epoch = ShmEpoch(control, first=True)
                 epoch.begin(asked(1))
             for rank in range(3):
@@ -243,13 +235,13 @@ def test_what_was_shown_is_found_when_its_owner_has_ended_however_many_groups_th
     with local_peers(2) as domain:
         for ident in range(1, 41):
             for control in controls_of(domain, ident):
-                control.make_stage()
+                control.wait_for_part(ahead=False)
         last = controls_of(domain, 50)
-        last[0].make_stage()
+        last[0].wait_for_part(ahead=False)
         last[0].mine.slot(1, 1, torch.int64).fill_(42)
         for control in last:
             ShmEpoch(control, first=True).begin(asked(1))
         domain[0].arena.close()  # as when its process ends
         assert FlagWait(last[1], 1).ready(spin=1.0)
-        assert last[1].slot(0).slot(1, 1, torch.int64).item() == 42
-        assert last[1].slot(0).stage_address
+        assert last[1].slot(0, 1, 1, torch.int64).item() == 42
+        assert last[1].stage_address(0)

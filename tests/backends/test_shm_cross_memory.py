@@ -17,9 +17,10 @@ from shm_peers import local_peers, make_control
 
 import phalanx
 from phalanx import Backend, BackendUnavailableError
+from phalanx.core.shared_group import UnreadableError
 from phalanx.transport.shm import cross_memory
 from phalanx.transport.shm.cross_memory import ProcessMemory, cma_setting, reading_pays
-from phalanx.transport.shm.directory import PROOF, READS, UnreadableError
+from phalanx.transport.shm.directory import PROOF, READS
 
 HERE = ProcessMemory(os.getpid())
 
@@ -102,9 +103,9 @@ def test_a_right_that_is_taken_back_is_an_error_that_names_both_ranks_and_what_t
     with local_peers(2) as domain:
         control = make_control(domain, 0)
         peer = domain[0].local_peers[1]
-        error = UnreadableError(peer, PermissionError(errno.EPERM, "Operation not permitted"))
+        error = UnreadableError(peer.rank, PermissionError(errno.EPERM, "Operation not permitted"))
         with pytest.raises(BackendUnavailableError) as caught:
-            next(control.unreadable(error))
+            control.after(error)
     for part in ("rank 0", "rank 1", "Operation not permitted", "PHALANX_CMA=off"):
         assert part in str(caught.value)
 
@@ -113,14 +114,14 @@ def test_one_that_has_gone_or_given_up_is_waited_for_and_so_named() -> None:
     with local_peers(2) as domain:
         control, other = make_control(domain, 0), make_control(domain, 1)
         peer = domain[0].local_peers[1]
-        gone = UnreadableError(peer, ProcessLookupError(errno.ESRCH, "No such process"))
-        assert next(control.unreadable(gone)).waits_for() == [1]
-        unmapped = UnreadableError(peer, OSError(errno.EFAULT, "Bad address"))
+        gone = UnreadableError(peer.rank, ProcessLookupError(errno.ESRCH, "No such process"))
+        assert control.after(gone).waits_for() == [1]
+        unmapped = UnreadableError(peer.rank, OSError(errno.EFAULT, "Bad address"))
         assert control.find_peer(1) is not None
         other.give_up()
         control.words[0] = other.words[0] = 1  # the flags: one epoch
         other.give_up()
-        assert next(control.unreadable(unmapped)).waits_for() == [1]
+        assert control.after(unmapped).waits_for() == [1]
 
 
 @pytest.mark.parametrize("setting", ["auto", "off"])

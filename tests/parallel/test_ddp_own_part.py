@@ -11,7 +11,7 @@ from clusters import SharedMemory
 from torch import Tensor, nn
 
 from phalanx import DDP, Backend
-from phalanx.collectives import shm_direct
+from phalanx.collectives.shm import plan
 from phalanx.parallel import averaging
 
 RANKS = 3
@@ -23,8 +23,7 @@ def buckets_are(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(averaging, "LARGE", 0)
         if request.param == "large":
-            patch.setattr(shm_direct, "SMALL", 0)
-            patch.setattr(shm_direct, "MEET", 256)
+            patch.setattr(plan, "THRESHOLDS", plan.Thresholds(small=0, block=256))
         yield
 
 
@@ -72,21 +71,21 @@ def test_a_gradient_is_copied_but_for_this_ranks_slice_of_the_bucket() -> None:
 
     def run(backend: Backend) -> tuple[list[float], dict[int, list[float]]]:
         tensors = [torch.zeros(5, requires_grad=True), torch.zeros(7, requires_grad=True)]
-        bucket = averaging.Bucket(tensors, backend, leaves_own=True)
+        bucket = averaging.Bucket(tensors, backend, in_pieces=True)
         bucket.flat.fill_(-1)
         for tensor in tensors:
             tensor.grad = torch.arange(1.0, 1 + tensor.numel())
             bucket.put(tensor)
-        own = {element: values.tolist() for element, values in bucket.own.items()}
+        own = {element: values.tolist() for element, values in bucket.pieces.items()}
         copied = bucket.flat.tolist()
-        bucket.settle()
+        bucket.join()
         assert bucket.flat.tolist() == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 6, 7]
-        assert bucket.own == {}
+        assert bucket.pieces == {}
         return copied, own
 
     copied, own = SharedMemory().run(run, RANKS)[1]
     assert copied == [1, 2, 3, 4, -1, -1, -1, -1, 4, 5, 6, 7]
-    assert own == {0: [5], 1: [1, 2, 3]}
+    assert own == {4: [5], 5: [1, 2, 3]}
 
 
 def test_gradients_of_several_passes_add_up_before_they_are_averaged() -> None:

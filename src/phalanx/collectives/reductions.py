@@ -5,7 +5,7 @@ Each is written once, as what it asks for; the `async_` forms are made of the bl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from phalanx.collectives.layout import ranges_of
+from phalanx.collectives.pieces import Pieces
 from phalanx.collectives.request import (
     ProgramRequest,
     Request,
@@ -78,21 +79,20 @@ def all_reduce_(
     *,
     algorithm: str = "auto",
     reproducible: bool = False,
-    own: Sequence[tuple[int, Tensor]] = (),
     label: str = "",
     timeout: float | None = None,
 ) -> Request[Tensor]:
-    """`all_reduce` in place: `tensor` is overwritten, and returned. Half the memory traffic.
+    """`all_reduce` in place: `tensor` is overwritten, and returned. Half the memory traffic."""
+    return _in_place(tensor, backend, op, (algorithm, reproducible, label, timeout))
 
-    own   parts of this rank's own slice that lie elsewhere, as for `reduce_scatter`. The slice of
-          rank r, of n elements over p ranks, is [r n // p, (r + 1) n // p)
-    """
+
+def _in_place(
+    tensor: Tensor, backend: Backend, op: ReduceOp, options: Options
+) -> TensorRequest[Tensor]:
     check_tensor(tensor, backend, "all_reduce_")
     out, result = work_in_place(tensor)
-    options = (algorithm, reproducible, label, timeout)
-    shape, parts = tensor.shape, tuple(own)
     return TensorRequest(
-        backend, "all_reduce", shape, tensor.dtype, out, out, result, options, op, own=parts
+        backend, "all_reduce", tensor.shape, tensor.dtype, out, out, result, options, op
     )
 
 
@@ -174,8 +174,6 @@ def reduce_scatter(
     algorithm: str = "auto",
     reproducible: bool = False,
     into: Tensor | None = None,
-    consume: bool = False,
-    own: Sequence[tuple[int, Tensor]] = (),
     label: str = "",
     timeout: float | None = None,
 ) -> Request[Tensor]:
@@ -187,10 +185,6 @@ def reduce_scatter(
     algorithm   `auto`, or `ring`, `direct`, `tree`, `halving_doubling`, `star`, `two_level`
     reproducible  sum in rank order, whatever the backend and the size (it selects `direct`)
     into        where to put the result, of that shape and the same dtype; else a new tensor
-    consume     `tensor` may be overwritten, which saves a copy of it
-    own         parts of this rank's own slice that lie elsewhere: the element of the flat slice at
-                which each begins, and its values, contiguous; in `tensor` there is room for them.
-                Where memory is shared they are read where they are, which saves a copy
     label       what the call is about: ranks whose labels differ get a `DesyncError`
     timeout     seconds that this rank waits at most; by default the backend's
 
@@ -198,16 +192,19 @@ def reduce_scatter(
     p ranks, which is optimal. Raises `SizeMismatchError` before anything is sent if dim 0 does not
     divide or `into` does not fit; `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
     """
+    return _scattered(tensor, backend, op, into, (algorithm, reproducible, label, timeout))
+
+
+def _scattered(
+    tensor: Tensor, backend: Backend, op: ReduceOp, into: Tensor | None, options: Options
+) -> TensorRequest[Tensor]:
     check_tensor(tensor, backend, "reduce_scatter")
     whole, dtype = tensor.shape, tensor.dtype
     shape = check_slices(whole, backend, "reduce_scatter")
     out, result = out_for(shape, dtype, backend, into, "reduce_scatter", device=tensor.device)
-    options = (algorithm, reproducible, label, timeout)
-    request = TensorRequest(
+    return TensorRequest(
         backend, "reduce_scatter", whole, dtype, given(tensor, out), out, result, options, op
     )
-    request.consume, request.own = consume, tuple(own)
-    return request
 
 
 async_all_reduce = asynchronous(all_reduce)
@@ -215,6 +212,40 @@ async_all_reduce_ = asynchronous(all_reduce_)
 async_reduce = asynchronous(reduce)
 async_reduce_ = asynchronous(reduce_)
 async_reduce_scatter = asynchronous(reduce_scatter)
+
+
+# ------------------------------------------------------------------------------
+# Of gradients, which are overwritten, and of which a rank's own slice may lie in pieces.
+
+
+@collective
+def all_reduce_pieces_(
+    pieces: Pieces, backend: Backend, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
+) -> Request[Tensor]:
+    """`all_reduce_` of a tensor whose own slice lies in pieces: these are not changed."""
+    request = _in_place(pieces.tensor, backend, op, ("auto", False, label, None))
+    request.elsewhere = pieces.elsewhere
+    return request
+
+
+@collective
+def reduce_scatter_pieces(
+    pieces: Pieces,
+    backend: Backend,
+    op: ReduceOp = ReduceOp.SUM,
+    *,
+    algorithm: str = "auto",
+    into: Tensor | None = None,
+    label: str = "",
+) -> Request[Tensor]:
+    """`reduce_scatter` of a tensor that may be overwritten, which saves a copy of it."""
+    request = _scattered(pieces.tensor, backend, op, into, (algorithm, False, label, None))
+    request.elsewhere, request.consume = pieces.elsewhere, True
+    return request
+
+
+async_all_reduce_pieces_ = asynchronous(all_reduce_pieces_)
+async_reduce_scatter_pieces = asynchronous(reduce_scatter_pieces)
 
 
 # ------------------------------------------------------------------------------

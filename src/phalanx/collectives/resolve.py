@@ -23,11 +23,12 @@ from typing_extensions import override
 from xxhash import xxh3_64_intdigest
 
 from phalanx.collectives.cost import choose
-from phalanx.collectives.layout import chunk_ranges
+from phalanx.collectives.pieces import Elsewhere, join
 from phalanx.collectives.plan import Arithmetic, Key, Plan, make_plan
 from phalanx.collectives.request import Request, nothing
 from phalanx.collectives.schedules import COLLECTIVES, REDUCING
-from phalanx.collectives.shm_direct import SHM_DIRECT, OwnParts, ShmDirect
+from phalanx.collectives.shm.executor import ShmCollective
+from phalanx.collectives.shm.plan import SHM_ALGORITHM
 from phalanx.collectives.staging import Bound, StagedCollective
 from phalanx.collectives.tuning import remember
 from phalanx.core.backend import Backend
@@ -36,7 +37,6 @@ from phalanx.core.reduce_op import ReduceOp, reduction_for
 from phalanx.core.steps import Native, NativeCall, Program
 from phalanx.core.work import Work
 from phalanx.errors import UnsupportedOperationError
-from phalanx.transport.shm.control import ControlBlock
 from phalanx.wire.memory import copy_bits, tensor_bytes
 
 log = logging.getLogger("phalanx")
@@ -48,7 +48,7 @@ class Resolved(NamedTuple):
     """How a collective is done, worked out once for all calls of its kind."""
 
     plan: Plan
-    shm: ShmDirect | None  # in shared memory
+    shm: ShmCollective | None  # in shared memory
 
 
 Options: TypeAlias = "tuple[str, bool, str, float | None]"
@@ -74,10 +74,7 @@ class TensorRequest(Request[T]):
     result       gives what the caller gets in the end
     options      the arguments algorithm, reproducible, label and timeout of every collective
     consume      whether `source` may be overwritten meanwhile, which saves a copy
-    own          of a reduce-scatter, and of an all-reduce in place: parts of this rank's own slice
-                 that are not in `source`, where their place is: the element of the slice at which
-                 each begins, and its values, contiguous, in order. Where memory is shared nobody
-                 else reads them, which saves copies
+    elsewhere    pieces of this rank's own slice that are not in `source` yet (`pieces.py`)
     name         for messages and errors, if it is not the collective's
     """
 
@@ -92,7 +89,7 @@ class TensorRequest(Request[T]):
     op: ReduceOp | None = None
     root: int = 0
     consume: bool = False
-    own: OwnParts = ()
+    elsewhere: Elsewhere = ()
     name: str = ""
 
     @override
@@ -117,6 +114,8 @@ class TensorRequest(Request[T]):
         plan, shm = resolved or remember(backend, kind, _resolve(self))
         steps: Iterable[Program] | None = None
         result, buffers, combine = self.result, NO_BUFFERS, None
+        if self.elsewhere:
+            self._join(in_shm=shm is not None and backend.native is None)
         if backend.native is not None and algorithm == "auto" and not reproducible:
             steps = self._native(backend.native, plan)
         if steps is None:
@@ -124,7 +123,7 @@ class TensorRequest(Request[T]):
             if plan.program and first is not None and not first.is_cpu:
                 return self._staged(plan, first.device)
             if shm is not None:
-                steps = shm.steps(self.source, self.out, self.own, counters)
+                steps = shm.steps(self.source, self.out, self.elsewhere, counters)
             else:
                 steps, result, buffers, combine = self._by_messages(plan)
         signature, fingerprint = plan.signature, plan.fingerprint
@@ -138,8 +137,6 @@ class TensorRequest(Request[T]):
         """The steps that do it by the backend's library, if that has it."""
         if not plan.program:
             return None
-        if self.own:
-            self._settle()
         return native.steps(NativeCall(self.collective, self.source, self.out, self.op, self.root))
 
     def _by_messages(
@@ -147,8 +144,6 @@ class TensorRequest(Request[T]):
     ) -> tuple[Iterable[Program], Callable[[], T], tuple[memoryview, ...], Combine | None]:
         """The rounds of the plan, what gives the result, and the memory of the rounds."""
         result = self.result
-        if self.own:
-            self._settle()
         work, source, own = ROUND_MEMORY[self.collective](self, plan)
         if own is not None:
             result = partial(self._taken_from, own)
@@ -164,15 +159,12 @@ class TensorRequest(Request[T]):
             buffers += (tensor_bytes(arithmetic.stage),)
         return arithmetic.carry_out(), result, buffers, arithmetic.combine
 
-    def _settle(self) -> None:
-        """Put the parts of `own` in their places in `source`."""
+    def _join(self, *, in_shm: bool) -> None:
+        """Put the pieces in their places, if they are not read from where they are."""
         assert self.source is not None
-        flat, backend = self.source.view(-1), self.backend
-        start, _ = chunk_ranges(flat.numel(), backend.world_size)[backend.rank]
-        for element, values in self.own:
-            first = start + element
-            copy_bits(flat[first : first + values.numel()], values.view(-1))
-        self.own = ()
+        if not in_shm or not self.source.is_cpu:
+            join(self.source, self.elsewhere)
+            self.elsewhere = ()
 
     def _taken_from(self, own: Tensor) -> T:
         """The result, which has been reduced in memory of the rounds."""
@@ -183,8 +175,6 @@ class TensorRequest(Request[T]):
     def _staged(self, plan: Plan, device: torch.device) -> tuple[Arguments, Callable[[], T]]:
         """`_bind` for tensors on a device, which go through host memory piece by piece."""
         backend, (_, _, label, timeout) = self.backend, self.options
-        if self.own:
-            self._settle()
         options, this = (plan.key.algorithm, False, "", None), cast("TensorRequest[None]", self)
 
         def bind(source: Tensor | None, out: Tensor | None, shape: tuple[int, ...]) -> Bound:
@@ -236,16 +226,15 @@ def _resolve(request: TensorRequest[Any]) -> Resolved:
         picked = choose(collective, prod(request.shape) * dtype.itemsize, backend)
         name, tuning = picked.algorithm, picked.tuning
         if backend.shares_memory and not tuning:
-            name = SHM_DIRECT[collective]
+            name = SHM_ALGORITHM[collective]
     shape = list(request.shape)
     log.debug("rank %d: %s of %s %s: %s", backend.rank, collective, dtype, shape, name)
     hosts = backend.topology if COLLECTIVES[collective][name].placed else None
     key = Key(collective, name, request.shape, dtype, request.op, request.root, hosts, tuning)
     plan = make_plan(key, backend.rank, backend.world_size)
-    shared = backend.shared
-    if backend.shares_memory and plan.program and name == SHM_DIRECT[collective]:
-        assert isinstance(shared, ControlBlock)
-        return Resolved(plan, ShmDirect(plan, shared))
+    shared = backend.shared if backend.shares_memory else None
+    if shared is not None and plan.program and name == SHM_ALGORITHM[collective]:
+        return Resolved(plan, ShmCollective(key, shared))
     return Resolved(plan, None)
 
 

@@ -26,13 +26,13 @@ from phalanx.core.engine import Engine
 from phalanx.core.failure import Failure
 from phalanx.core.group import Group
 from phalanx.core.posted import Combine
+from phalanx.core.shared_group import SharedGroup
 from phalanx.core.steps import (
     ANY,
     Program,
     ReceiveBytes,
     Round,
     SendBytes,
-    SharedGroup,
     ring_barrier,
 )
 from phalanx.core.transport import BETWEEN_HOSTS, INSIDE_A_HOST, Links

@@ -9,7 +9,7 @@ bytes.
 
 Memory order. A rank that receives a message, or sees a flag, sees everything that the sender had
 written in memory before: sending and receiving a message are system calls, or take a lock; around
-flags there are fences where they are needed (`shm/control.py`). So all ranks see after a barrier
+flags there are fences where they are needed (`shm/epoch.py`). So all ranks see after a barrier
 what was written before it. Between two barriers the callers decide who writes what: backends
 neither read nor write this memory.
 """

@@ -19,7 +19,8 @@ from phalanx.core.checker import Checker
 from phalanx.core.engine import Engine
 from phalanx.core.failure import Failure, closed_error, error_for
 from phalanx.core.posted import PostedRound, W
-from phalanx.core.steps import Program, SharedGroup, Step
+from phalanx.core.shared_group import SharedGroup
+from phalanx.core.steps import Program, Step
 from phalanx.errors import (
     CollectiveTimeoutError,
     DesyncError,
@@ -245,7 +246,7 @@ class Group(Members):
         step = work.step
         if not isinstance(step, PostedRound) or not all(part.done for part in step.receives):
             return False
-        return all(send.done or self.engine.transport.settle(send) for send in step.sends)
+        return all(send.done or self.engine.transport.finish_send(send) for send in step.sends)
 
     def abandon(self, work: Work[Any], why: str | BaseException) -> None:
         """The caller gave it up, for a reason, or by what interrupted it."""

@@ -3,7 +3,7 @@
 A program is an iterator of steps. There are three kinds:
 
     Round    messages that may happen together, bound to bytes: what plans are made of
-    epoch    a barrier in shared memory (`transport/shm/control.py`)
+    epoch    a barrier in shared memory (`shared_group.py`)
     native   a collective that another library carries out whole (`native/`)
 
 A `Round` is data, shared by all calls of its kind; one that is under way is a `PostedRound`
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 from torch import Tensor, UntypedStorage
 
@@ -123,28 +123,7 @@ def ring_barrier(rank: int, size: int) -> tuple[Round, ...]:
 
 
 # ------------------------------------------------------------------------------
-# Interfaces of shared memory and of other libraries.
-
-
-class SharedGroup(Protocol):
-    """The memory that members of a group share on this rank's host."""
-
-    @property
-    def size(self) -> int:
-        """How many of the group's members share it."""
-        ...
-
-    def barrier(self) -> Iterable[Step]:
-        """The steps of a barrier of its members."""
-        ...
-
-    def give_up(self) -> None:
-        """A collective has failed here: memory that this rank has shown may change from now on."""
-        ...
-
-    def close(self) -> None:
-        """This rank leaves the group."""
-        ...
+# Interfaces of memory that ranks have in common, and of other libraries.
 
 
 Place: TypeAlias = "tuple[int, int, int]"

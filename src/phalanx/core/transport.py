@@ -1,9 +1,9 @@
 """`Transport`: moves messages and control messages, waits, and gives out memory.
 
-    send, cancel, settle, room     messages between two ranks
-    control, tell_members          small messages about groups and waits, between the frames
-    wait, poll, wake, background   moving bytes: by a thread that waits, or in the background
-    shared, common, alloc          memory, where ranks share it
+    send, cancel, finish_send, room  messages between two ranks
+    control, tell_members            small messages about groups and waits, between the frames
+    wait, poll, wake, background     moving bytes: by a thread that waits, or in the background
+    shared, common, alloc            memory, where ranks share it
 
 A transport calls the engine: `matching.arriving` or `deliver` for a message, `on_control` for a
 control message, `peer_left` and `peer_lost` for peers that are gone. The engine's lock is held in
@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from phalanx.core.posted import PostedSend, Wait
-from phalanx.core.steps import SharedGroup, Source
+from phalanx.core.shared_group import SharedGroup
+from phalanx.core.steps import Source
 from phalanx.wire.control import Answer, Ask, FailureNotice
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Transport(ABC):
     def cancel(self, send: PostedSend) -> None:  # noqa: B027 - not if sends are over at once
         """Give up a send: its memory is not read from now on."""
 
-    def settle(self, send: PostedSend) -> bool:
+    def finish_send(self, send: PostedSend) -> bool:
         """Complete a send past its deadline if its last bytes have begun to go; whether so."""
         return False
 

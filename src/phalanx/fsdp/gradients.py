@@ -30,9 +30,9 @@ from phalanx.collectives import (
     PendingCollective,
     ReduceOp,
     async_all_reduce_,
-    async_reduce_scatter,
-    reduce_scatter,
 )
+from phalanx.collectives.pieces import Pieces
+from phalanx.collectives.reductions import async_reduce_scatter_pieces, reduce_scatter_pieces
 from phalanx.compression import Compressor
 from phalanx.compression.compressor import (
     AllReduceMean,
@@ -169,20 +169,20 @@ class FlatGradient:
         if self._scatters and self._compression is not None:
             return self._compression.begin(self.flat, memory, into, label)
         self.bytes_sent += bytes_of(ReduceScatterMean(memory), shards.world_size)
-        # What was not copied: where in this rank's shard it belongs, and its values.
-        inside, index = self.flat.layout.inside, self._plan.shard_index
-        own = [(inside(n, index)[0], kept) for n, kept in sorted(self._elsewhere.items())]
+        layout, index = self.flat.layout, self._plan.shard_index
+        starts = [layout.shard * index + layout.inside(n, index)[0] for n in self._elsewhere]
+        elsewhere = tuple(sorted(zip(starts, self._elsewhere.values(), strict=True)))
         self._elsewhere = {}
         # Where nobody else moves it on: sooner done, sooner freed.
-        scatter = async_reduce_scatter if shards.spares_a_processor else reduce_scatter
+        scatter = (
+            async_reduce_scatter_pieces if shards.spares_a_processor else reduce_scatter_pieces
+        )
         pending = scatter(
-            memory,
+            Pieces(memory, elsewhere),
             shards,
             ReduceOp.MEAN,
             algorithm=self._plan.algorithm,
             into=into,
-            consume=True,
-            own=own,
             label=label,
         )
         return pending.wait if isinstance(pending, PendingCollective) else lambda: None

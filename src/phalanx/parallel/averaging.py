@@ -25,10 +25,11 @@ from phalanx.collectives import (
     async_all_gather,
     async_all_reduce_,
     async_all_to_all,
-    async_reduce_scatter,
     broadcast_,
 )
 from phalanx.collectives.layout import chunk_ranges
+from phalanx.collectives.pieces import Pieces, join
+from phalanx.collectives.reductions import async_all_reduce_pieces_, async_reduce_scatter_pieces
 from phalanx.compression import Compressor
 from phalanx.compression.compressor import (
     NO_RESIDUALS,
@@ -47,27 +48,27 @@ from phalanx.errors import UnsupportedOperationError
 from phalanx.parallel.gradient_parts import GradientPart, mark_part
 
 MESSAGE = 25 << 20  # bytes that are sent as one message, if nothing else is asked for
-LARGE = 1 << 20  # bytes from which on it pays to leave this rank's own part where it is
+LARGE = 1 << 20  # bytes from which on it pays to leave this rank's own slice in pieces
 
 
 class Bucket:
     """Flat memory for tensors of the sizes of some others, such as gradients; of one dtype.
 
-    leaves_own  whether `put` leaves what nobody else reads where it is
+    in_pieces   whether `put` leaves this rank's own slice, which nobody else reads, where it is
     views       for each tensor its place in `flat`, in its shape
-    own         what is not in `flat` yet: where in this rank's slice of it that belongs, and values
+    pieces      what is not in `flat` yet: the element where it belongs, and its values
     pending     the parameters whose gradients have not come in this pass
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], backend: Backend, *, leaves_own: bool = False
+        self, tensors: Sequence[Tensor], backend: Backend, *, in_pieces: bool = False
     ) -> None:
         count, first = sum(tensor.numel() for tensor in tensors), tensors[0]
         self.flat = backend.empty(count, dtype=first.dtype, device=first.device)
         self.views: dict[Tensor, Tensor] = {}
-        self.own: dict[int, Tensor] = {}
-        leaves_own = leaves_own and self.flat.nbytes >= LARGE and self.flat.is_cpu
-        self._left = chunk_ranges(count, backend.world_size)[backend.rank] if leaves_own else (0, 0)
+        self.pieces: dict[int, Tensor] = {}
+        in_pieces = in_pieces and self.flat.nbytes >= LARGE and self.flat.is_cpu
+        self._own = chunk_ranges(count, backend.world_size)[backend.rank] if in_pieces else (0, 0)
         self._starts: dict[Tensor, int] = {}
         start = 0
         for tensor in tensors:
@@ -80,28 +81,26 @@ class Bucket:
     def put(self, parameter: Tensor) -> None:
         """A parameter's gradient is complete: make it (None are zeros) a view of the bucket."""
         grad, view, start = parameter.grad, self.views[parameter], self._starts[parameter]
-        low, high = self._left
+        low, high = self._own
         first, last = max(low - start, 0), min(high - start, view.numel())  # of its elements
         if first < last:
-            self.own.pop(start + first - low, None)
+            self.pieces.pop(start + first, None)
         if grad is None:
             view.zero_()
         elif grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
             values = grad.detach()  # it has a graph after backward(create_graph=True)
             if first < last and values.is_contiguous():
-                self.own[start + first - low] = copy_others_part(view, values, first, last)
+                self.pieces[start + first] = copy_others_part(view, values, first, last)
             else:
                 view.copy_(values)
         parameter.grad = view
         if type(grad) is GradientPart:
             mark_part(parameter)
 
-    def settle(self) -> None:
-        """Copy what is not in `flat` yet, of a pass that was cut short."""
-        for element, values in self.own.items():
-            first = self._left[0] + element
-            self.flat[first : first + values.numel()] = values
-        self.own = {}
+    def join(self) -> None:
+        """Copy the pieces to `flat`, of a pass that was cut short."""
+        join(self.flat, tuple(self.pieces.items()))
+        self.pieces = {}
 
 
 def copy_others_part(place: Tensor, values: Tensor, first: int, last: int) -> Tensor:
@@ -235,7 +234,9 @@ class RequestExecutor:
         if isinstance(request, AllReduceMean):
             pending = async_all_reduce_(given, backend, ReduceOp.MEAN, label=label)
         elif isinstance(request, ReduceScatterMean):
-            pending = async_reduce_scatter(given, backend, ReduceOp.MEAN, consume=True, label=label)
+            pending = async_reduce_scatter_pieces(
+                Pieces(given), backend, ReduceOp.MEAN, label=label
+            )
             shape = shape[1:]
         elif isinstance(request, AllGather):
             pending = async_all_gather(given.unsqueeze(0), backend, label=label)
@@ -258,7 +259,7 @@ class GradientAveraging(RequestExecutor):
 
     begin_bucket  a bucket is full: start what can be done while backward goes on
     finish        the pass is over: wait for all that has begun; then buckets hold averages
-    settle        it is known whether the step counts
+    end_pass      it is known whether the step counts
     means_of      all of this for some tensors
 
     compressor   averages in its own form; its arithmetic before its first message runs in
@@ -282,8 +283,8 @@ class GradientAveraging(RequestExecutor):
         self._member = Member(backend.rank, backend.world_size)
 
     @property
-    def leaves_own(self) -> bool:
-        """Whether this rank's part of its own slice is read where autograd has put it."""
+    def in_pieces(self) -> bool:
+        """Whether this rank's own slice of a bucket is read where autograd has put it."""
         backend = self._backend
         return self.compressor is None and backend.native is None and backend.shares_memory
 
@@ -292,14 +293,15 @@ class GradientAveraging(RequestExecutor):
         flat = bucket.flat
         if self.compressor is None:  # the way of most gradients: no other function in between
             self.bytes_sent += 2 * (self._member.parts - 1) * flat.nbytes // self._member.parts
-            own, bucket.own = sorted(bucket.own.items()), {}
-            pending = async_all_reduce_(flat, self._backend, ReduceOp.MEAN, own=own, label=label)
+            pieces = Pieces(flat, tuple(sorted(bucket.pieces.items())))
+            bucket.pieces = {}
+            pending = async_all_reduce_pieces_(pieces, self._backend, ReduceOp.MEAN, label=label)
             return PendingAverage(None, pending, flat.shape, label)
         names = [self._names[parameter] for parameter in bucket.views]
         named = GradientBucket(flat, names, [parameter.shape for parameter in bucket.views])
         return self.begin(self.compressor.average_(named, self._member, self._feedback), label)
 
-    def settle(self, averaged: Sequence[Bucket], *, skipped: bool) -> None:
+    def end_pass(self, averaged: Sequence[Bucket], *, skipped: bool) -> None:
         """The pass is over: these are its averages, and its step counts unless it is skipped.
 
         A step that is skipped leaves the compressor's state as it was. So does one whose averages
@@ -332,7 +334,7 @@ class GradientAveraging(RequestExecutor):
             buckets.append(bucket)
             begun.append(self.begin_bucket(bucket, f"{label}, part {number}"))
         self.finish(begun)
-        self.settle(buckets, skipped=False)
+        self.end_pass(buckets, skipped=False)
         return buckets
 
 

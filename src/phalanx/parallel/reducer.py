@@ -127,9 +127,9 @@ class Reducer:
             self._changes = f", requires_grad switched for {changed} ({digest})"
         self._rows = [p for p in self._trained if p in self._sparse]
         in_buckets = set(self._trained).difference(self._rows)
-        own = self._finite is None and self._averaging.leaves_own
+        in_pieces = self._finite is None and self._averaging.in_pieces
         self._buckets = [
-            Bucket(batch, self._backend, leaves_own=own)
+            Bucket(batch, self._backend, in_pieces=in_pieces)
             for batch in batches((p for p in self._order if p in in_buckets), self._bucket_size)
         ]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.views}
@@ -153,7 +153,7 @@ class Reducer:
         except DistributedError as error:
             self._explain(error)
             raise
-        self._averaging.settle(self._buckets, skipped=True)
+        self._averaging.end_pass(self._buckets, skipped=True)
 
     def watch(self, outputs: Any, *, recomputed: bool) -> None:
         """See to it that the backward pass from these outputs ends with averaged gradients.
@@ -312,7 +312,7 @@ class Reducer:
             if self._find_unused:
                 self._drop_unused(unused)
             skipped = self._finite is not None and self._finite.agree(averaged)
-            self._averaging.settle(averaged, skipped=skipped)
+            self._averaging.end_pass(averaged, skipped=skipped)
         except DistributedError as error:
             self._explain(error)
             raise
@@ -341,7 +341,7 @@ class Reducer:
         started, self._started = self._started, []
         for bucket in self._buckets:
             bucket.pending.update(bucket.views)
-            bucket.settle()
+            bucket.join()
         self._averaging.finish(started)
         if scale != 1:
             for bucket in self._buckets[: len(started)]:

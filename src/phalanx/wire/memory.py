@@ -42,6 +42,15 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
+def tensor_at(address: int, count: int, dtype: torch.dtype, *, keeping: object) -> Tensor:
+    """A tensor of `count` elements at an address; it keeps that object alive."""
+    if count == 0:
+        return torch.empty(0, dtype=dtype)
+    array = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    array.owner = keeping  # type: ignore[attr-defined]
+    return torch.frombuffer(array, dtype=dtype)
+
+
 def readable_bytes(data: Tensor | Buffer) -> memoryview:
     """The bytes to send for `data`: a tensor (copied if it is not contiguous) or a buffer."""
     if isinstance(data, Tensor):

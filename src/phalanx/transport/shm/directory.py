@@ -25,6 +25,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+from phalanx.core.shared_group import UnreadableError
 from phalanx.errors import BackendUnavailableError
 from phalanx.transport.shm.cross_memory import ProcessMemory
 from phalanx.transport.shm.segments import PIPE, Segment, open_of
@@ -87,15 +88,6 @@ class Directory:
         self.words[EDITION] += 1
 
 
-class UnreadableError(Exception):
-    """The ordinary memory of a local peer cannot be read: why not, and whose."""
-
-    def __init__(self, peer: LocalPeer, error: OSError) -> None:
-        super().__init__(error.strerror)
-        self.peer = peer
-        self.is_gone = isinstance(error, ProcessLookupError)
-
-
 class LocalPeer(dict[int, Segment]):
     """Another rank of this host: its segments by number, attached when they are looked up.
 
@@ -139,7 +131,7 @@ class LocalPeer(dict[int, Segment]):
         try:
             self._memory.read(into, address, length)
         except OSError as error:
-            raise UnreadableError(self, error) from error
+            raise UnreadableError(self.rank, error) from error
 
     def control(self, group: int) -> tuple[int, int] | None:
         """Segment and offset of its control block for a group, if it has one by now."""

@@ -30,6 +30,7 @@ from torch import Tensor, UntypedStorage
 from typing_extensions import override
 
 from phalanx.core.steps import Place, Source
+from phalanx.wire.memory import tensor_at
 
 PAGE = mmap.PAGESIZE
 
@@ -137,15 +138,6 @@ def _system_mmap() -> Any:
     system = ctypes.CDLL(None).mmap
     system.argtypes = *[ctypes.c_size_t] * 2, *[ctypes.c_int] * 3, ctypes.c_size_t
     return system
-
-
-def tensor_at(address: int, count: int, dtype: torch.dtype, *, keeping: object) -> Tensor:
-    """A tensor of `count` elements at an address; it keeps that object alive."""
-    if count == 0:
-        return torch.empty(0, dtype=dtype)
-    array = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
-    array.owner = keeping  # type: ignore[attr-defined]
-    return torch.frombuffer(array, dtype=dtype)
 
 
 # ------------------------------------------------------------------------------

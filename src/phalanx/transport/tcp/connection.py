@@ -336,7 +336,7 @@ class Connection:
         channel = send.work.channel
         self.send_control(Kind.CANCEL, group=channel.group, number=channel.number)
 
-    def settle(self, send: PostedSend) -> bool:
+    def finish_send(self, send: PostedSend) -> bool:
         """Whether a message that would be given up counts as sent: its last frame has begun.
 
         The peer gets it whole in any case; what is left of the frame is written from a copy.

@@ -32,7 +32,8 @@ from phalanx.wire.handshake import Identity
 
 if TYPE_CHECKING:
     from phalanx.core.group import Group
-    from phalanx.core.steps import SharedGroup, Source
+    from phalanx.core.shared_group import SharedGroup
+    from phalanx.core.steps import Source
     from phalanx.core.transport import HostMemory
 
 GLANCE_EVERY = 0.01  # seconds between polls of the sockets while calls need none
@@ -117,9 +118,9 @@ class TcpTransport(Transport):
             self.wide.calls[send.peer].cancel(send)
 
     @override
-    def settle(self, send: PostedSend) -> bool:
+    def finish_send(self, send: PostedSend) -> bool:
         connection = self._connections.get(send.peer)
-        return connection is not None and connection.settle(send)
+        return connection is not None and connection.finish_send(send)
 
     @override
     def room(self, peer: int) -> None:

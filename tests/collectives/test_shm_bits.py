@@ -12,7 +12,7 @@ from torch import Tensor
 
 import phalanx
 from phalanx import Backend, ReduceOp
-from phalanx.collectives import shm_direct
+from phalanx.collectives.shm import plan
 
 REAL = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 WHOLE = (
@@ -45,8 +45,7 @@ DTYPES: dict[torch.dtype, tuple[ReduceOp, ...]] = {
 
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm_direct, "PIECE", 1 << 10)
-    monkeypatch.setattr(shm_direct, "SMALL", 256)
+    monkeypatch.setattr(plan, "THRESHOLDS", plan.Thresholds(small=256, piece=1 << 10))
 
 
 def values(length: int, dtype: torch.dtype, rank: int) -> Tensor:

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 from clusters import SharedMemory
-from shm_direct_model import IN_PLACE, REDUCING, ROOTED, Call, same_bits
+from shm_model import IN_PLACE, REDUCING, ROOTED, Call, same_bits
 from torch import Tensor
 
 import phalanx
 from phalanx import Backend, ReduceOp
-from phalanx.collectives import shm_direct
-from phalanx.collectives.shm_direct import SHM_DIRECT
+from phalanx.collectives.shm import plan
+from phalanx.collectives.shm.plan import SHM_ALGORITHM
 from phalanx.core.backend import BRIEF
 from phalanx.core.backend import LONG as LONGEST
-from phalanx.transport.shm.control import ShmEpoch
+from phalanx.transport.shm.epoch import ShmEpoch
 
 PIECE, SMALL = 1 << 10, 256
 LONG = 40  # collectives of a thread
@@ -32,14 +32,13 @@ DTYPES = (torch.float32, torch.int64, torch.bfloat16)
 
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm_direct, "PIECE", PIECE)
-    monkeypatch.setattr(shm_direct, "SMALL", SMALL)
+    monkeypatch.setattr(plan, "THRESHOLDS", plan.Thresholds(small=SMALL, piece=PIECE))
 
 
 def a_call(random: Random, size: int) -> Call:
     bits = (0, 255, random.randrange(256))
     return Call(
-        random.choice(sorted(SHM_DIRECT)),
+        random.choice(sorted(SHM_ALGORITHM)),
         random.choice((1, random.randrange(1, 50), random.randrange(1, 4 * PIECE // 8))),
         random.randrange(size),
         random.choice(DTYPES),

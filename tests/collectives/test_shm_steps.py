@@ -10,12 +10,14 @@ import torch
 from forms import examples, sizes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from shm_direct_model import ROOTED, Call, members, perform
+from shm_model import ROOTED, Call, members, perform
 
 from phalanx import ReduceOp
-from phalanx.collectives import shm_direct
-from phalanx.collectives.shm_direct import SHM_DIRECT
-from phalanx.transport.shm.control import AHEAD, FLAG, PARTS, ControlBlock
+from phalanx.collectives.shm import plan
+from phalanx.collectives.shm.plan import SHM_ALGORITHM
+from phalanx.transport.shm.control import ControlBlock
+from phalanx.transport.shm.peer_slot import FLAG
+from phalanx.transport.shm.run_ahead import AHEAD, PARTS
 
 PIECE, SMALL = 1 << 10, 256  # bytes: so that tensors of a few KiB are of several pieces
 EVERY = (1 << 8) - 1
@@ -24,13 +26,16 @@ EVERY = (1 << 8) - 1
 @pytest.fixture(autouse=True, scope="module")
 def short_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shm_direct, "PIECE", PIECE)
-        patch.setattr(shm_direct, "SMALL", SMALL)
-        patch.setattr(shm_direct, "MEET", PIECE)
-        patch.setattr(shm_direct, "READ", PIECE)
-        patch.setattr(shm_direct, "READ_LEAST", SMALL)
-        patch.setattr(shm_direct, "READ_REDUCED", PIECE)
-        patch.setattr(shm_direct, "READ_BROADCAST", PIECE)
+        short = plan.Thresholds(
+            small=SMALL,
+            piece=PIECE,
+            block=PIECE,
+            read=PIECE,
+            read_least=SMALL,
+            reduced_from=PIECE,
+            broadcast_from=PIECE,
+        )
+        patch.setattr(plan, "THRESHOLDS", short)
         crowded = Random(0)
         patch.setattr(ControlBlock, "is_crowded", lambda control: crowded.random() < 0.5)
         yield
@@ -79,7 +84,7 @@ def test_every_collective_at_every_threshold(
             own=random.choice((0, 1, 5)),
         )
         for length in slices_around_thresholds(size)
-        for collective in SHM_DIRECT
+        for collective in SHM_ALGORITHM
     ]
     random.shuffle(calls)
     with members(size, reads=reads) as everyone:
@@ -92,7 +97,7 @@ def calls_of(draw: st.DrawFn, size: int) -> Call:
     lengths = st.one_of(st.integers(1, 40), st.integers(1, 4 * PIECE // dtype.itemsize))
     bits = st.sampled_from((0, EVERY, EVERY - 1, 0b0101, 0b0010))
     return Call(
-        draw(st.sampled_from(sorted(SHM_DIRECT))),
+        draw(st.sampled_from(sorted(SHM_ALGORITHM))),
         draw(lengths),
         draw(st.integers(0, size)),
         dtype,
@@ -133,7 +138,7 @@ def test_one_that_is_always_last_or_always_first(size: int, laggard: int) -> Non
     random = Random(laggard)
     calls = [
         Call(collective, length, 1, root=root, registered=bits, results_registered=bits)
-        for collective in SHM_DIRECT
+        for collective in SHM_ALGORITHM
         for length in (1, 50, 600)
         for root in (0, size - 1)
         for bits in (0, EVERY, 1)

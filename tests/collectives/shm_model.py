@@ -24,12 +24,16 @@ from torch import Tensor
 
 from phalanx import ReduceOp
 from phalanx.collectives.layout import chunk_ranges
-from phalanx.collectives.plan import Key, make_plan
-from phalanx.collectives.shm_direct import SHM_DIRECT, ShmDirect
+from phalanx.collectives.plan import Key
+from phalanx.collectives.shm.executor import ShmCollective
+from phalanx.collectives.shm.plan import SHM_ALGORITHM
 from phalanx.core.call import Members
 from phalanx.core.work import Call as CoreCall
-from phalanx.transport.shm.control import AHEAD, FLAG, PARTS, ControlBlock, FlagWait
+from phalanx.transport.shm.control import ControlBlock
 from phalanx.transport.shm.domain import HostDomain
+from phalanx.transport.shm.epoch import FlagWait
+from phalanx.transport.shm.peer_slot import FLAG
+from phalanx.transport.shm.run_ahead import AHEAD, PARTS
 
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 ROOTED = ("reduce", "gather", "broadcast", "scatter")
@@ -101,7 +105,7 @@ class Member:
         self.rank, self.size = rank, size
         self.domain = HostDomain(rank, size)
         self.control: ControlBlock | None = None
-        self.flats: dict[Key, ShmDirect] = {}
+        self.flats: dict[Key, ShmCollective] = {}
 
     def empty(self, count: int, dtype: torch.dtype, *, registered: bool) -> Tensor:
         """Memory in the arena, or not."""
@@ -115,14 +119,14 @@ class Member:
         assert control is not None
         return control
 
-    def flat(self, call: Call) -> ShmDirect:
+    def flat(self, call: Call) -> ShmCollective:
         """How this rank does it: worked out once, as `collectives/run.py` does."""
         assert self.control is not None
         op = call.op if call.collective in REDUCING else None
         shape = (call.shape(self.size),)
-        key = Key(call.collective, SHM_DIRECT[call.collective], shape, call.dtype, op, call.root)
+        key = Key(call.collective, SHM_ALGORITHM[call.collective], shape, call.dtype, op, call.root)
         if key not in self.flats:
-            self.flats[key] = ShmDirect(make_plan(key, self.rank, self.size), self.control)
+            self.flats[key] = ShmCollective(key, self.control)
         return self.flats[key]
 
 
@@ -175,17 +179,18 @@ class Performance:
         in_place = call.collective == "all_reduce" and self.is_in_place
         if call.own and (in_place or call.collective == "reduce_scatter"):
             self.own = self._take_out(call)
-        self.steps = member.flat(call).steps(self.source, self.out, self.own)
+        self.steps = member.flat(call).steps(self.source, self.out, tuple(self.own))
         self.epoch: FlagWait | None = None
 
     def _take_out(self, call: Call) -> list[tuple[int, Tensor]]:
         """Parts of this rank's slice of what it gives, which is overwritten there."""
         assert self.source is not None
-        slice_ = self.source[slice(*chunk_ranges(self.source.numel(), self.size)[self.rank])]
+        first, last = chunk_ranges(self.source.numel(), self.size)[self.rank]
+        slice_ = self.source[first:last]
         cuts = [slice_.numel() * part**2 // call.own**2 for part in range(call.own + 1)]
         own = []
         for start, stop in list(pairwise(cuts))[::2]:
-            own.append((start, slice_[start:stop].clone()))
+            own.append((first + start, slice_[start:stop].clone()))
             slice_[start:stop].view(torch.uint8).fill_(0xA5)
         return own
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import phalanx
 from phalanx import Backend, CollectiveTimeoutError, DistributedError, PeerLostError
-from phalanx.collectives import shm_direct
+from phalanx.collectives.shm import executor, plan
 from phalanx.transport.shm.control import ControlBlock
 from phalanx.transport.shm.cross_memory import ProcessMemory
 
@@ -51,7 +51,7 @@ def test_one_that_reads_too_late_raises_and_returns_nothing_torn(
     """Rank 1 is held up while it copies from rank 0's tensors, until rank 0 has given up waiting
     for it, and uses their memory for something else.
     """
-    given_up, plain_copy = threading.Event(), shm_direct.copy
+    given_up, plain_copy = threading.Event(), executor.copy
 
     def slow_copy(into: int, source: int, count: int) -> object:
         if threading.current_thread().name == "rank 1":
@@ -65,10 +65,9 @@ def test_one_that_reads_too_late_raises_and_returns_nothing_torn(
             given_up.wait(10)
         plain_read(memory, into, address, length)
 
-    monkeypatch.setattr(shm_direct, "copy", slow_copy)
+    monkeypatch.setattr(executor, "copy", slow_copy)
     monkeypatch.setattr(ProcessMemory, "read", slow_read)
-    monkeypatch.setattr(shm_direct, "READ_REDUCED", 0)
-    monkeypatch.setattr(shm_direct, "READ_BROADCAST", 0)
+    monkeypatch.setattr(plan, "THRESHOLDS", plan.Thresholds(reduced_from=0, broadcast_from=0))
     monkeypatch.setattr(ControlBlock, "is_crowded", lambda control: True)
 
     def run(backend: Backend) -> str:
@@ -98,14 +97,14 @@ def test_one_that_reads_too_late_raises_and_returns_nothing_torn(
 def test_one_that_is_interrupted_while_it_copies_breaks_its_group_and_no_other(
     moment: int, registered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain_copy, copies = shm_direct.copy, iter(range(1, 1000))
+    plain_copy, copies = executor.copy, iter(range(1, 1000))
 
     def copy(into: int, source: int, count: int) -> object:
         if threading.current_thread().name == "rank 1" and next(copies) == moment:
             raise KeyboardInterrupt
         return plain_copy(into, source, count)
 
-    monkeypatch.setattr(shm_direct, "copy", copy)
+    monkeypatch.setattr(executor, "copy", copy)
 
     def total(backend: Backend) -> Tensor:
         mine = backend.empty(COUNT) if registered else torch.empty(COUNT)

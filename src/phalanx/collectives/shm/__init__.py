@@ -1,0 +1,1 @@
+"""Collectives in shared memory: a plan, and what carries it out."""
