@@ -1,7 +1,7 @@
 """The table of files and loggers: what tests show of each, and what is refused.
 
-docs/seeing-a-job.md shows it. Each claim names the test that shows it, and the words of it that are
-code stand in that test.
+docs/files-and-loggers.md shows it. Each claim names the test that shows it, and the words of it
+that are code stand in that test.
 """
 
 from __future__ import annotations

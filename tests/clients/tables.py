@@ -49,7 +49,7 @@ def tables() -> dict[str, tuple[Path, str]]:
     return {
         "trainers": (ROOT / "docs/clusters.md", as_markdown("trainer", rows)),
         "files and loggers": (
-            ROOT / "docs/seeing-a-job.md",
+            ROOT / "docs/files-and-loggers.md",
             as_markdown("file or logger", more),
         ),
     }
