@@ -21,8 +21,7 @@ import phalanx
 from phalanx import Backend, ReduceOp
 from phalanx.collectives.shm import plan
 from phalanx.collectives.shm.plan import SHM_ALGORITHM
-from phalanx.core.backend import BRIEF
-from phalanx.core.backend import LONG as LONGEST
+from phalanx.core.inline import ASYNCHRONOUS, BLOCKING
 from phalanx.transport.shm.epoch import ShmEpoch
 
 PIECE, SMALL = 1 << 10, 256
@@ -150,9 +149,9 @@ def test_an_asynchronous_call_spins_once_and_briefly_and_a_blocking_one_at_every
         large = torch.ones(2 * PIECE)  # staged, so it takes several epochs
         spins.of = blocking = []
         phalanx.all_reduce_(large, backend)
-        assert set(blocking) == {LONGEST}
+        assert set(blocking) == {BLOCKING.first}
         assert len(blocking) > 1
-        for tensor, expected in ((torch.ones(1), [BRIEF]), (large, [BRIEF, 0.0])):
+        for tensor, expected in ((torch.ones(1), [ASYNCHRONOUS.first]), (large, [*ASYNCHRONOUS])):
             spins.of = asynchronous = []
             work = phalanx.async_all_reduce_(tensor, backend)
             assert asynchronous[:2] == expected

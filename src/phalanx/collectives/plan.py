@@ -186,11 +186,11 @@ class Arithmetic:
         first = start // self._flat.itemsize
         own = self._flat[first : first + incoming.numel()]
         if incoming.numel() <= BLOCK or torch.get_num_threads() == 1:
-            self._reduction.combine(own, incoming, own)
+            self._reduction.combine(own, incoming, out=own)
         else:  # in this thread: others would be waited for after every block
             for begin in range(0, incoming.numel(), BLOCK):
                 part = own[begin : begin + BLOCK]
-                self._reduction.combine(part, incoming[begin : begin + BLOCK], part)
+                self._reduction.combine(part, incoming[begin : begin + BLOCK], out=part)
 
     def carry_out(self) -> Iterator[Round]:
         """The rounds of the plan; local steps between them are done on the way."""

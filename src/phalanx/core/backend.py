@@ -8,12 +8,11 @@ SubBackend      some of a backend's ranks
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
-from itertools import chain
 from operator import index
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from phalanx.core.counters import Counts, Progress
 from phalanx.core.engine import Engine
 from phalanx.core.failure import Failure
 from phalanx.core.group import Group
+from phalanx.core.inline import ASYNCHRONOUS, BLOCKING, Spin, run_inline
 from phalanx.core.posted import Combine
 from phalanx.core.shared_group import SharedGroup
 from phalanx.core.steps import (
@@ -65,10 +65,6 @@ DEFAULT_TIMEOUT = 60.0
 """Seconds that a call waits at most, where neither it nor its backend was told otherwise."""
 MAX_TAG = 2**31 - 1
 PATIENCE = 0.05  # seconds that a work is left to its waiter, where no processor is spare
-
-# Seconds that a call spins at most: a blocking one for each step, an asynchronous one for its first
-# step, since small collectives take less than it takes to come back to them.
-LONG, BRIEF = 1.0, 20e-6
 
 
 class Backend:
@@ -392,18 +388,19 @@ class Backend:
         equal on all of them. With `background` it moves on while nobody waits for it.
         """
         begun = self._begin(
-            name, program, buffers, combine, signature, fingerprint, timeout, result
+            name, program, buffers, combine, signature, fingerprint, timeout, ASYNCHRONOUS, result
         )
-        if isinstance(begun, Call):
+        if type(begun) is Call:
             self.engine.transport.glance(begun.ended)  # nobody will wait for it, and look
             channel = Channel(self.group.id, Kind.COLLECTIVE, begun.sequence)
             work: Work[T] = Work(self.group, begun, channel, (), result=result)
             work.over = True
             return work
-        if background and not begun.over:
+        work = cast("Work[T]", begun)
+        if background and not work.over:
             patience = 0.0 if self.spares_a_processor else PATIENCE
-            self.engine.transport.background(begun, patience=patience)
-        return begun
+            self.engine.transport.background(work, patience=patience)
+        return work
 
     def run(
         self,
@@ -417,10 +414,10 @@ class Backend:
     ) -> None:
         """`issue` a collective, and block until it is done."""
         begun: Work[None] | Call = self._begin(
-            name, program, buffers, combine, signature, fingerprint, timeout, blocking=True
+            name, program, buffers, combine, signature, fingerprint, timeout, BLOCKING
         )
-        if isinstance(begun, Work):
-            begun.wait()
+        if type(begun) is not Call:
+            cast("Work[None]", begun).wait()
 
     def _begin(
         self,
@@ -431,59 +428,34 @@ class Backend:
         signature: str,
         fingerprint: int,
         timeout: float | None,
+        spin: Spin,
         result: Callable[[], T] | None = None,
-        *,
-        blocking: bool = False,
     ) -> Work[T] | Call:
-        """Begin a collective: a work, or the call alone if it is done already.
+        """Begin a collective. Return the call alone if it is over already, else a work.
 
-        Where nothing is in the way, this thread does the steps itself, as long as each is complete
-        at once or soon: then nothing is queued, and nobody has to be woken up. The first step that
-        is not, and any round of messages, becomes a work that goes on from there.
+        If nothing is in the way, the caller carries out its steps itself (`inline.py`).
         """
         seconds = self.timeout if timeout is None else check_timeout(timeout)
         group, engine, site = self.group, self.engine, call_site()
         with engine.lock:
             now, before = engine.now(), group.checker.issued
-            if blocking:
+            if spin is BLOCKING:
                 engine.transport.glance(now)
-            steps: Iterator[Program] = iter(program)
-            step: Program | None = None
-            is_free = group.is_free()
-            spin = LONG if blocking else BRIEF
-            counters = engine.counters
             try:
+                is_free = group.is_free()
                 call = group.checker.next_call(name, signature, fingerprint, site, now, seconds)
+                steps = iter(program)
                 if is_free:
-                    try:
-                        for step in steps:
-                            if isinstance(step, Round):
-                                break
-                            step.begin(call)
-                            if counters is None:
-                                if not step.ready(spin=spin):
-                                    break
-                            elif not counters.ready(step, spin):
-                                break
-                            if not blocking:
-                                spin = 0.0
-                        else:
-                            group.finished = call.sequence + 1
-                            call.ended = engine.now()
-                            engine.history.calls.append(call)
-                            if counters is not None:
-                                counters.ended(call)
-                            return call
-                        assert step is not None
-                        steps = chain((step,), steps)
-                    except BaseException as error:
-                        steps = _raising(error)
+                    rest = run_inline(group, call, steps, spin)
+                    if rest is None:
+                        return call
+                    steps = rest
                 channel = Channel(group.id, Kind.COLLECTIVE, call.sequence)
                 work = Work(group, call, channel, steps, buffers, combine=combine, result=result)
-                work.step = None if isinstance(step, Round) else step  # it has begun
+                work.step, call.step = call.step, None
                 group.issue(work)
             except BaseException as error:
-                group.interrupted(error, before, step)
+                group.interrupted(error, before)
                 raise
         return work
 
@@ -701,15 +673,6 @@ class Backend:
 def _signed(label: str) -> tuple[str, int]:
     """The signature and the fingerprint of a barrier."""
     return label, xxh3_64_intdigest(label.encode()) if label else 0
-
-
-def _raising(error: BaseException) -> Iterator[Program]:
-    """Steps that end in an error."""
-
-    def fail() -> Program:
-        raise error
-
-    return iter(fail, None)
 
 
 # ------------------------------------------------------------------------------

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
+from functools import cache
 from operator import index
 from types import FrameType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from phalanx.errors import InvalidWorldSizeError
+
+if TYPE_CHECKING:
+    from phalanx.core.steps import Step
 
 WORLD_ID = 0  # of the group of all ranks
 # What is between the user's line and here: packages, and what torch wraps its functions in.
@@ -36,10 +40,15 @@ def call_site() -> CallSite:
     """
     frame: FrameType | None = sys._getframe(3)  # the two innermost are of `Backend`
     while frame is not None:
-        if not (frame.f_globals.get("__name__") or "").startswith(_INSIDE):
+        if not _is_inside(frame.f_globals.get("__name__")):
             return CallSite(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return UNKNOWN_SITE
+
+
+@cache
+def _is_inside(module: str | None) -> bool:
+    return module is not None and module.startswith(_INSIDE)
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +61,7 @@ class Call:
     site          the user's line that asked for it
     started, ended  on the engine's clock
     rolling_hash  of a collective: of all that the group was asked to do up to it (checker.py)
+    step          of a collective: what its caller is carrying out itself (inline.py)
     """
 
     name: str
@@ -65,6 +75,7 @@ class Call:
     rolling_hash: int = 0
     ended: float = 0.0
     failed: bool = False
+    step: Step | None = None
 
     def describe(self) -> str:
         """`all_reduce #41 (float32 [32], sum) in the group of ranks [0, 2] at train.py:57`."""

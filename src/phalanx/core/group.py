@@ -20,7 +20,6 @@ from phalanx.core.engine import Engine
 from phalanx.core.failure import Failure, closed_error, error_for
 from phalanx.core.posted import PostedRound, W
 from phalanx.core.shared_group import SharedGroup
-from phalanx.core.steps import Program, Step
 from phalanx.errors import (
     CollectiveTimeoutError,
     DesyncError,
@@ -135,11 +134,11 @@ class Group(Members):
             self.abandon(work, interruption)
             raise
 
-    def interrupted(self, error: BaseException, before: int, step: Program | None = None) -> None:
+    def interrupted(self, error: BaseException, before: int) -> None:
         """The caller was interrupted on its way to `issue` a collective, and perhaps in it.
 
         If that has a number, the other ranks wait for this one's part, which will not come: then
-        the group is broken. `before` it, as many had one; `step` is what had begun. Lock held.
+        the group is broken. `before` it, as many had one. Lock held.
         """
         checker = self.checker
         if isinstance(error, Exception) or self.failure is not None:
@@ -154,8 +153,8 @@ class Group(Members):
             return
         if self.shared is not None:
             self.shared.give_up()
-        if isinstance(step, Step):
-            step.cancel()
+        if call.step is not None:
+            call.step.cancel()
         lost = self._given_up(call, error)
         self.fail(Failure(type(lost), self.here, self.here, str(lost), call.describe(), before))
 

@@ -46,8 +46,8 @@ class ReduceOp(enum.Enum):
     __hash__ = object.__hash__  # by identity: that of enum.Enum takes as long as a whole call
 
 
-Combination: TypeAlias = Callable[[Tensor, Tensor, Tensor], object]
-"""`combine(first, second, out)`: `out` may be either of them, or other memory."""
+Combination: TypeAlias = Callable[..., object]
+"""`combine(first, second, out=out)`, as torch's functions: `out` is either one, or other memory."""
 
 
 class Reduction(NamedTuple):
@@ -84,21 +84,12 @@ _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 _TRUTH = frozenset({torch.bool})
 
 
-def _into(function: Callable[..., Tensor]) -> Combination:
-    return lambda first, second, out: function(first, second, out=out)
-
-
-_sum, _product = _into(torch.add), _into(torch.mul)
-_min, _max = _into(torch.minimum), _into(torch.maximum)
-_and, _or, _xor = map(_into, (torch.bitwise_and, torch.bitwise_or, torch.bitwise_xor))
-
-
 def _as_signed(combine: Combination) -> Combination:
     """The same on the same bits, taken as signed numbers."""
 
-    def combined(first: Tensor, second: Tensor, out: Tensor) -> object:
+    def combined(first: Tensor, second: Tensor, *, out: Tensor) -> object:
         signed = _SIGNED[out.dtype]
-        return combine(first.view(signed), second.view(signed), out.view(signed))
+        return combine(first.view(signed), second.view(signed), out=out.view(signed))
 
     return combined
 
@@ -106,12 +97,14 @@ def _as_signed(combine: Combination) -> Combination:
 def _in_order(combine: Combination) -> Combination:
     """`_as_signed` for comparisons: with the highest bit inverted, they sort as they should."""
 
-    def combined(first: Tensor, second: Tensor, out: Tensor) -> object:
+    def combined(first: Tensor, second: Tensor, *, out: Tensor) -> object:
         signed = _SIGNED[out.dtype]
         lowest = torch.iinfo(signed).min
         result = out.view(signed)
         combine(
-            first.view(signed).bitwise_xor(lowest), second.view(signed).bitwise_xor(lowest), result
+            first.view(signed).bitwise_xor(lowest),
+            second.view(signed).bitwise_xor(lowest),
+            out=result,
         )
         return result.bitwise_xor_(lowest)
 
@@ -120,14 +113,14 @@ def _in_order(combine: Combination) -> Combination:
 
 REDUCTIONS: Mapping[ReduceOp, Reduction] = MappingProxyType(
     {
-        ReduceOp.SUM: Reduction(_sum, _REAL | _WHOLE | _COMPLEX | _TRUTH, adds_up=True),
-        ReduceOp.MEAN: Reduction(_sum, _REAL | _WHOLE | _COMPLEX, adds_up=True),
-        ReduceOp.MIN: Reduction(_min, _REAL | _WHOLE | _TRUTH),
-        ReduceOp.MAX: Reduction(_max, _REAL | _WHOLE | _TRUTH),
-        ReduceOp.PRODUCT: Reduction(_product, _REAL | _WHOLE | _COMPLEX | _TRUTH, adds_up=True),
-        ReduceOp.BAND: Reduction(_and, _WHOLE | _TRUTH),
-        ReduceOp.BOR: Reduction(_or, _WHOLE | _TRUTH),
-        ReduceOp.BXOR: Reduction(_xor, _WHOLE | _TRUTH),
+        ReduceOp.SUM: Reduction(torch.add, _REAL | _WHOLE | _COMPLEX | _TRUTH, adds_up=True),
+        ReduceOp.MEAN: Reduction(torch.add, _REAL | _WHOLE | _COMPLEX, adds_up=True),
+        ReduceOp.MIN: Reduction(torch.minimum, _REAL | _WHOLE | _TRUTH),
+        ReduceOp.MAX: Reduction(torch.maximum, _REAL | _WHOLE | _TRUTH),
+        ReduceOp.PRODUCT: Reduction(torch.mul, _REAL | _WHOLE | _COMPLEX | _TRUTH, adds_up=True),
+        ReduceOp.BAND: Reduction(torch.bitwise_and, _WHOLE | _TRUTH),
+        ReduceOp.BOR: Reduction(torch.bitwise_or, _WHOLE | _TRUTH),
+        ReduceOp.BXOR: Reduction(torch.bitwise_xor, _WHOLE | _TRUTH),
     }
 )
 
@@ -162,7 +155,7 @@ def reduction_for(
     return reduction
 
 
-def mean_of_two(first: Tensor, second: Tensor, out: Tensor) -> object:
+def mean_of_two(first: Tensor, second: Tensor, *, out: Tensor) -> object:
     """The mean of two ranks' floating-point values; of a narrow dtype, computed in a wider one."""
     if out.dtype not in NARROW:
         return torch.add(first, second, out=out).div_(2)
@@ -220,6 +213,11 @@ class RankOrderReduction:
         self._divisor = divisor
         self._scratch: Tensor | None = None
 
+    @property
+    def of_two(self) -> Combination | None:
+        """`combine`, if two contributions take no more than that."""
+        return self.combine if self._wider is None and self._divisor == 1 else None
+
     def reduce(self, parts: list[Tensor], out: Tensor) -> None:
         """Reduce `parts`, at least two, into `out`, which may be the memory of one of them."""
         if self._wider is None and (len(parts) == 2 or self._fits(parts, out)):
@@ -239,9 +237,9 @@ class RankOrderReduction:
         return all(part.data_ptr() != address for part in parts[2:])
 
     def _reduce_in(self, total: Tensor, parts: list[Tensor]) -> None:
-        self.combine(parts[0], parts[1], total)
+        self.combine(parts[0], parts[1], out=total)
         for part in parts[2:]:
-            self.combine(total, part, total)
+            self.combine(total, part, out=total)
         if self._divisor != 1:
             divide_(total, self._divisor)
 
@@ -250,7 +248,7 @@ class RankOrderReduction:
         if self._wider is not None:
             total = parts[0].to(self._wider)
             for part in parts[1:]:
-                self.combine(total, part.to(self._wider), total)
+                self.combine(total, part.to(self._wider), out=total)
             if self._divisor != 1:
                 divide_(total, self._divisor)
         else:

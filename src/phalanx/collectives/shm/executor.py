@@ -48,11 +48,12 @@ class ShmCollective:
         self.shared = shared
         self.plan = plan = make_shm_plan(key, shared, plans.THRESHOLDS)
         self.dtype = key.dtype
-        self._reduction = None
+        self._reduction = self._of_two = None
         if plan.form.reduced:
             divisor = plan.size if key.op is ReduceOp.MEAN else 1
             reduction = reduction_for(key.op, key.dtype)
             self._reduction = RankOrderReduction(reduction, key.dtype, divisor)
+            self._of_two = self._reduction.of_two if plan.size == 2 else None
         me, root = plan.place, key.root
         self.taken = Taken(
             [
@@ -107,7 +108,11 @@ class ShmCollective:
             self._take_whole(at, out.data_ptr(), ())
             return
         views = self._slot_views.get(number) or self._views_of_slots(number)
-        self._reduction.reduce(views, out if out.dim() == 1 else out.view(-1))
+        flat = out if out.dim() == 1 else out.view(-1)
+        if self._of_two is not None:
+            self._of_two(*views, out=flat)
+        else:
+            self._reduction.reduce(views, flat)
 
     def _views_of_slots(self, number: int) -> list[Tensor]:
         """What this rank reduces of each slot: all of an all-reduce, which nobody passes on."""

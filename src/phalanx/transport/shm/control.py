@@ -124,7 +124,7 @@ class ControlBlock(SharedGroup):
         shown: Descriptors | None = None,
         places: Places = None,
     ) -> Step:
-        return ShmEpoch(self, first=first, last=last, shown=shown, places=places)
+        return ShmEpoch(self, first, last, shown, places)
 
     # Slots and staging memory -----------------------------------------------------------------
 

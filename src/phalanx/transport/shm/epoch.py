@@ -98,7 +98,6 @@ class ShmEpoch(FlagWait):
     def __init__(
         self,
         control: ControlBlock,
-        *,
         first: bool = False,
         last: bool = False,
         shown: Descriptors | None = None,
