@@ -17,6 +17,7 @@ from phalanx.collectives.request import (
     ProgramRequest,
     Request,
     asynchronous,
+    check_backend,
     check_slices,
     check_tensor,
     collective,
@@ -288,9 +289,9 @@ ENTRY = 16  # bytes: for each peer, two int64
 @collective
 def all_to_all_uneven(
     tensor: Tensor,
+    backend: Backend,
     send_sizes: Sequence[int],
     recv_sizes: Sequence[int],
-    backend: Backend,
     *,
     algorithm: str = "auto",
     into: Tensor | None = None,
@@ -317,6 +318,7 @@ def all_to_all_uneven(
     what one sends is not what the other expects. Also `CollectiveTimeoutError`, `PeerLostError`,
     `DesyncError`.
     """
+    check_backend(backend, f"{UNEVEN}(tensor, backend, send_sizes, recv_sizes)", recv_sizes)
     check_tensor(tensor, backend, UNEVEN)
     rank, size = backend.rank, backend.world_size
     sends, recvs = _checked_rows(tensor, send_sizes, recv_sizes, backend)

@@ -19,7 +19,13 @@ import torch
 
 from phalanx.collectives.cost import choose
 from phalanx.collectives.layout import WORK, Binder, Range, chunk_ranges, cut, ranges_of
-from phalanx.collectives.request import ProgramRequest, Request, asynchronous, collective
+from phalanx.collectives.request import (
+    ProgramRequest,
+    Request,
+    asynchronous,
+    check_backend,
+    collective,
+)
 from phalanx.collectives.schedules import ROOTED, for_root, row_for
 from phalanx.collectives.tuning import tuning_of
 from phalanx.core.backend import Backend
@@ -211,7 +217,7 @@ HEAD = struct.Struct("<QQ")
 
 
 def send_object(
-    obj: object, dst: int, backend: Backend, *, tag: int = 0, timeout: float | None = None
+    obj: object, backend: Backend, dst: int, *, tag: int = 0, timeout: float | None = None
 ) -> None:
     """Send an object to rank `dst`, which need not know its length, nor what it is.
 
@@ -224,6 +230,7 @@ def send_object(
     cannot be sent; `PeerLostError` and `CollectiveTimeoutError`. An object that cannot be sent, or
     is given up in the middle, breaks the group, as the other side waits for it.
     """
+    check_backend(backend, "send_object(obj, backend, dst)", dst)
     dst, content = backend.check_peer(dst), _encoded(obj, backend, "send_object")
     numbers = cast("Iterator[int]", backend.kept.setdefault("objects sent", count(2)))
     stream = HEADS * next(numbers)
@@ -244,6 +251,7 @@ def recv_object(
     begun to come, a `CollectiveTimeoutError` breaks nothing: call again. Else as `send_object`;
     also raises `MalformedObjectError` for bytes that are no object.
     """
+    check_backend(backend, "recv_object(src, backend)", src)
     head, receive = bytearray(HEAD.size), partial(backend.irecv, tag=tag, background=False)
     first = receive(head, src, timeout=timeout, stream=HEADS)
     sender, (stream, length) = first.wait(), HEAD.unpack(head)
