@@ -25,11 +25,11 @@ from phalanx import (
     Backend,
     DeviceMesh,
     ShardingStrategy,
+    clip_grad_norm_,
     parallelize,
     simulate,
 )
 from phalanx.tensor import (
-    clip_grad_norm_,
     full_state_dict,
     load_full_state_dict,
     parallel_cross_entropy,

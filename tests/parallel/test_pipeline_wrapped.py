@@ -28,12 +28,13 @@ from phalanx import (
     ReduceOp,
     TopK,
     all_reduce_coalesced_,
+    clip_grad_norm_,
     load_checkpoint,
     parallelize,
     save_checkpoint,
     simulate,
 )
-from phalanx.tensor import clip_grad_norm_, full_state_dict, load_full_state_dict
+from phalanx.tensor import full_state_dict, load_full_state_dict
 
 AXES = ("data", "stage")
 Wrap = Callable[[nn.Module, Backend], nn.Module]

@@ -20,8 +20,17 @@ from tensor_models import (
 )
 from torch import Tensor, nn
 
-from phalanx import DDP, FSDP, Backend, DeviceMesh, ShardingStrategy, parallelize, simulate
-from phalanx.tensor import clip_grad_norm_, parallel_cross_entropy
+from phalanx import (
+    DDP,
+    FSDP,
+    Backend,
+    DeviceMesh,
+    ShardingStrategy,
+    clip_grad_norm_,
+    parallelize,
+    simulate,
+)
+from phalanx.tensor import parallel_cross_entropy
 
 
 @pytest.mark.parametrize(

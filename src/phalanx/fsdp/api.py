@@ -30,7 +30,6 @@ from phalanx.fsdp.parameter_group import UnitRule
 from phalanx.fsdp.strategy import MixedPrecision, ShardingStrategy, precision_of, strategy_of
 from phalanx.parallel.compressor_state import with_versions, without_own
 from phalanx.parallel.guards import every_rank_does
-from phalanx.parallel.norms import clip_grad_norm_
 from phalanx.parallel.wrapper import Slice, Wrapper, claim, owner_of, release
 from phalanx.torch_internals import disable_dynamo
 
@@ -221,13 +220,6 @@ class FSDP(Wrapper):
         compressed = self._runtime.compression
         sent = compressed.exchange.bytes_sent if compressed is not None else 0
         return sent + sum(gradient.bytes_sent for gradient in self._runtime.gradients)
-
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
-    ) -> Tensor:
-        """`phalanx.clip_grad_norm_` of this model."""
-        options: dict[str, Any] = {"norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
-        return clip_grad_norm_(self, max_norm, **options)
 
     def other_parts(self) -> tuple[Backend | None, Iterable[nn.Parameter]]:
         """The shard group, if there are others in it, and all parameters."""
