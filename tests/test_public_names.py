@@ -75,6 +75,21 @@ def test_the_names_of_a_package_are_listed_and_documented_there(package: str) ->
     assert all(getattr(module, name) is getattr(phalanx, name) for name in at_the_top)
 
 
+def opening(docstring: str) -> list[str]:
+    """What comes before the arguments, which are aligned, and before the first heading."""
+    lines = inspect.cleandoc(docstring).splitlines()
+    ends = (n for n, line in enumerate(lines) if re.match(r"# |\w[\w, ]* {2,}\S", line))
+    return "\n".join(lines[: next(ends, len(lines))]).strip().splitlines()
+
+
+def test_ten_lines_say_what_a_class_does_and_what_is_more_stands_under_headings() -> None:
+    classes = filter(inspect.isclass, (getattr(phalanx, name) for name in phalanx.__all__))
+    long = [each for each in classes if len(inspect.cleandoc(each.__doc__ or "").splitlines()) > 20]
+    assert {phalanx.DDP, phalanx.FSDP, phalanx.LocalSGD, phalanx.DiLoCo} <= {*long}
+    assert [each.__name__ for each in long if not 4 <= len(opening(each.__doc__ or "")) <= 10] == []
+    assert [each.__name__ for each in long if "\n    # Notes\n" not in str(each.__doc__)] == []
+
+
 ONES = torch.ones(2)
 OF_SIZES = {"ColumnParallelLinear", "RowParallelLinear", "ParallelEmbedding"}  # two, as torch's
 OLD_ORDER: dict[str, Callable[[Any, Backend], object]] = {

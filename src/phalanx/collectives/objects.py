@@ -164,8 +164,7 @@ def all_gather_object(
 
     obj         None, bool, int, float, str, bytes, a tensor on the CPU, or a list, tuple or dict of
                 such; another one on each rank, if you like
-    label       what the call is about: ranks whose labels differ get a `DesyncError`
-    timeout     seconds that this rank waits at most; by default the backend's
+    label, timeout   as `all_reduce` has them
 
     Blocks until this rank has all objects, which are new ones, its own too. Types survive, tensors
     arrive contiguous and without a gradient, and nothing is pickled. Moves the objects' bytes like
@@ -192,8 +191,7 @@ def broadcast_object(
 
     obj         what `all_gather_object` takes; only the root's matters, the others may give None
     root        the rank whose object it is; the same on every rank
-    label       what the call is about: ranks whose labels differ get a `DesyncError`
-    timeout     seconds that this rank waits at most; by default the backend's
+    label, timeout   as `all_reduce` has them
 
     Blocks until this rank has the object, which is a new one, on the root too. Moves its bytes like
     `broadcast`, after those of its length. Raises as `all_gather_object` does, on the root, and
