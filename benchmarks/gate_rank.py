@@ -75,12 +75,12 @@ def send_recv(backend: Backend, nbytes: int) -> Task:
 
     def call() -> None:
         if leads:
-            phalanx.send(tensor, 1, backend)
-            phalanx.recv(tensor, 1, backend)
+            backend.send(tensor, 1)
+            backend.recv(tensor, 1)
         else:
-            phalanx.recv(tensor, 0, backend)
+            backend.recv(tensor, 0)
             counter.add_(1)
-            phalanx.send(tensor, 0, backend)
+            backend.send(tensor, 0)
 
     def right(calls: int) -> bool:
         counter.sub_(calls)

@@ -25,7 +25,7 @@ def train(
     inputs = torch.randn(32, 8)
     targets = inputs.square().sum(1, keepdim=True)
 
-    px.parallelize(model, {"0": "column", "2": "row"}, mesh["tensor"])
+    px.parallelize(model, mesh["tensor"], {"0": "column", "2": "row"})
     ddp = px.DDP(model, mesh["data"])  # averages over the ranks that have the same part of it
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
 

@@ -35,7 +35,7 @@ def train(backend: Backend, mode: ServerMode, *, steps: int = 100) -> float:
     params = list(model.parameters())
     if backend.rank == 0:
         record = ParameterServer.serve(
-            params, lambda mine: torch.optim.SGD(mine, lr=0.02), backend, mode=mode, quorum=1
+            params, backend, lambda mine: torch.optim.SGD(mine, lr=0.02), mode=mode, quorum=1
         )
         loss, _ = gradients(model, 0)
         print(f"{record.steps} steps, pushes of each worker: {record.pushes}, loss {loss:.3f}")

@@ -40,12 +40,12 @@ class Model(nn.Module):
 def train(backend: px.Backend, steps: int = 30) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(0)  # the same model and text on every rank
     model, text = Model(), torch.randint(WORDS, (8, 17))
-    px.parallelize(model, PLAN, backend)
+    px.parallelize(model, backend, PLAN)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
     for _ in range(steps):  # a rank has the logits of its own words, and no rank has all
         logits, targets = model(text[:, :-1]), text[:, 1:]
-        loss = parallel_cross_entropy(logits, targets, backend, num_classes=WORDS)
+        loss = parallel_cross_entropy(logits, backend, targets, num_classes=WORDS)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()

@@ -5,11 +5,16 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import phalanx
+from phalanx import Backend
 
 MOST = 124
 PACKAGES = [
@@ -68,6 +73,75 @@ def test_the_names_of_a_package_are_listed_and_documented_there(package: str) ->
     assert [n for n in module.__all__ if not is_documented(getattr(module, n))] == []
     at_the_top = {name for name in module.__all__ if name in phalanx.__all__}
     assert all(getattr(module, name) is getattr(phalanx, name) for name in at_the_top)
+
+
+def opening(docstring: str) -> list[str]:
+    """What comes before the arguments, which are aligned, and before the first heading."""
+    lines = inspect.cleandoc(docstring).splitlines()
+    ends = (n for n, line in enumerate(lines) if re.match(r"# |\w[\w, ]* {2,}\S", line))
+    return "\n".join(lines[: next(ends, len(lines))]).strip().splitlines()
+
+
+def test_ten_lines_say_what_a_class_does_and_what_is_more_stands_under_headings() -> None:
+    classes = filter(inspect.isclass, (getattr(phalanx, name) for name in phalanx.__all__))
+    long = [each for each in classes if len(inspect.cleandoc(each.__doc__ or "").splitlines()) > 20]
+    assert {phalanx.DDP, phalanx.FSDP, phalanx.LocalSGD, phalanx.DiLoCo} <= {*long}
+    assert [each.__name__ for each in long if not 4 <= len(opening(each.__doc__ or "")) <= 10] == []
+    assert [each.__name__ for each in long if "\n    # Notes\n" not in str(each.__doc__)] == []
+
+
+ONES = torch.ones(2)
+OF_SIZES = {"ColumnParallelLinear", "RowParallelLinear", "ParallelEmbedding"}  # two, as torch's
+OLD_ORDER: dict[str, Callable[[Any, Backend], object]] = {
+    "send(tensor, backend, dst)": lambda f, b: f(ONES, 1, b),
+    "recv(into, backend, src)": lambda f, b: f(ONES, None, b),
+    "isend(tensor, backend, dst)": lambda f, b: f(ONES, 1, b),
+    "irecv(into, backend, src)": lambda f, b: f(ONES, 1, b, tag=3),
+    "sendrecv(tensor, backend, dst, into, src)": lambda f, b: f(ONES, 1, ONES, 1, b),
+    "send_object(obj, backend, dst)": lambda f, b: f("text", 1, b),
+    "recv_object(src, backend)": lambda f, b: f(b, 1),
+    "all_to_all_uneven(tensor, backend, send_sizes, recv_sizes)": (
+        lambda f, b: f(ONES, [1, 1], [1, 1], b)
+    ),
+    "parallelize(module, backend, plan)": lambda f, b: f(torch.nn.Linear(2, 2), {"": "row"}, b),
+    "parallel_cross_entropy(logits, backend, targets)": lambda f, b: f(ONES, ONES, b),
+    "ParameterServer.serve(params, backend, optimizer)": lambda f, b: f([ONES], torch.optim.SGD, b),
+}
+
+
+def public_functions() -> dict[str, Any]:
+    packages = (package for package in PACKAGES if package != "errors")
+    modules = [importlib.import_module(f"phalanx.{package}") for package in packages]
+    found = {name: getattr(module, name) for module in modules for name in module.__all__}
+    found["ParameterServer.serve"] = phalanx.ParameterServer.serve
+    return {name: value for name, value in found.items() if callable(value)}
+
+
+def positional(function: Any) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+
+
+def test_the_backend_is_the_second_argument_or_else_the_first() -> None:
+    arguments = {name: positional(function) for name, function in public_functions().items()}
+    places = {n: given.index("backend") for n, given in arguments.items() if "backend" in given}
+    assert {name for name, place in places.items() if place > 1} == OF_SIZES
+    assert all(places[name] == 1 for name in ("DDP", "FSDP", "all_reduce", "broadcast_object"))
+
+
+@pytest.mark.parametrize("call", OLD_ORDER)
+def test_a_call_with_the_backend_elsewhere_shows_where_it_belongs(call: str) -> None:
+    name, shown = call.rstrip(")").split("(")
+    function = public_functions()[name]
+    assert positional(function) == shown.split(", ")
+
+    def run(backend: Backend) -> None:
+        words = f"rank {backend.rank}: {call} takes the backend second, not "
+        with pytest.raises(TypeError, match=f"^{re.escape(words)}"):
+            OLD_ORDER[call](function, backend)
+        assert phalanx.all_reduce(ONES, backend).tolist() == [2, 2]  # nothing was sent
+
+    phalanx.simulate(run, 2)
 
 
 def test_the_default_timeout_has_one_name() -> None:

@@ -140,7 +140,7 @@ def link_speed(backend: px.Backend, nbytes: int = PROBE) -> float:
     peer = 1 - backend.rank
     backend.barrier()
     began = perf_counter()
-    px.sendrecv(mine, peer, theirs, peer, backend)
+    px.sendrecv(mine, backend, peer, theirs, peer)
     return 8e-6 * nbytes / (perf_counter() - began)
 
 

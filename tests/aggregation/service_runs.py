@@ -75,7 +75,7 @@ def train(
     params = list(net.parameters())
     if backend.rank in servers:
         record = ParameterServer.serve(
-            params, optimizer, backend, servers=servers, mode=mode, on_step=on_step, quorum=quorum
+            params, backend, optimizer, servers=servers, mode=mode, on_step=on_step, quorum=quorum
         )
         return Outcome(record, record.params)
     with ParameterServer.connect(params, backend, servers=servers) as client:

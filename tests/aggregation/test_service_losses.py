@@ -50,7 +50,7 @@ def test_a_worker_that_dies_is_dropped_and_the_rest_go_on(
 
     def run(backend: Backend) -> ServiceRecord | None:
         if backend.rank == 0:
-            return ParameterServer.serve(params(), sgd, backend, mode=mode, quorum=2)
+            return ParameterServer.serve(params(), backend, sgd, mode=mode, quorum=2)
         client = ParameterServer.connect(params(), backend)
         if backend.rank == 2:
             client.push(ones())
@@ -82,7 +82,7 @@ def test_in_synchronous_mode_everyone_is_told_who_died_and_in_which_step(
     def run(backend: Backend) -> tuple[int | None, str]:
         if backend.rank in places:
             with pytest.raises(PeerLostError) as info:
-                ParameterServer.serve(params(), sgd, backend, servers=places)
+                ParameterServer.serve(params(), backend, sgd, servers=places)
             return info.value.peer, str(info.value)
         client = ParameterServer.connect(params(), backend, servers=places)
         if backend.rank == victim:
@@ -124,11 +124,11 @@ def test_when_a_server_dies_the_workers_and_other_servers_name_it(
         if backend.rank == 0:
             with pytest.raises(KeyboardInterrupt):
                 ParameterServer.serve(
-                    params(), sgd, backend, servers=(0, 1), mode=mode, on_step=die
+                    params(), backend, sgd, servers=(0, 1), mode=mode, on_step=die
                 )
             return 0, "rank 0 was lost"
         if backend.rank == 1 and not mode.together:
-            return ParameterServer.serve(params(), sgd, backend, servers=(0, 1), mode=mode)
+            return ParameterServer.serve(params(), backend, sgd, servers=(0, 1), mode=mode)
 
         def work() -> None:
             client = ParameterServer.connect(params(), backend, servers=(0, 1))
@@ -136,7 +136,7 @@ def test_when_a_server_dies_the_workers_and_other_servers_name_it(
                 client.step(ones())
 
         def serve() -> None:
-            ParameterServer.serve(params(), sgd, backend, servers=(0, 1), mode=mode)
+            ParameterServer.serve(params(), backend, sgd, servers=(0, 1), mode=mode)
 
         with pytest.raises(PeerLostError) as info:
             serve() if backend.rank == 1 else work()
@@ -160,7 +160,7 @@ def test_what_ends_a_server_ends_its_workers_with_the_reason(kind: type[Exceptio
         if backend.rank == 0:
             with pytest.raises(kind, match="full"):
                 ParameterServer.serve(
-                    params(), sgd, backend, mode=ServerMode.ASYNCHRONOUS, on_step=full
+                    params(), backend, sgd, mode=ServerMode.ASYNCHRONOUS, on_step=full
                 )
             return ""
         with pytest.raises(PeerLostError) as info:
@@ -178,7 +178,7 @@ def test_a_body_that_raises_is_a_worker_that_is_lost() -> None:
     def run(backend: Backend) -> dict[int, str]:
         if backend.rank == 0:
             mode = ServerMode.ASYNCHRONOUS
-            return ParameterServer.serve(params(), sgd, backend, mode=mode).dropped
+            return ParameterServer.serve(params(), backend, sgd, mode=mode).dropped
         with pytest.raises(ZeroDivisionError), ParameterServer.connect(params(), backend):
             _ = 1 / 0
         return {}
@@ -202,7 +202,7 @@ def test_a_rank_that_was_lost_before_the_service_began_is_not_waited_for(
                 client.push(ones())
             return {}
         mode = ServerMode.staleness(0)
-        record = ParameterServer.serve(params(), sgd, backend, mode=mode, quorum=2)
+        record = ParameterServer.serve(params(), backend, sgd, mode=mode, quorum=2)
         assert list(record.dropped) == [2]
         return record.pushes
 
@@ -227,11 +227,11 @@ def test_lists_that_differ_are_refused_on_both_sides_naming_the_first_that_does(
     def run(backend: Backend) -> str:
         if backend.rank == 0:
             if not mode.together:
-                record = ParameterServer.serve(params(), sgd, backend, mode=mode)
+                record = ParameterServer.serve(params(), backend, sgd, mode=mode)
                 assert record.pushes == {1: 1, 2: 0}
                 return record.dropped[2]
             with pytest.raises(DesyncError) as info:
-                ParameterServer.serve(params(), sgd, backend, mode=mode)
+                ParameterServer.serve(params(), backend, sgd, mode=mode)
             assert info.value.peer == 2
             return str(info.value)
         if backend.rank == 1 and not mode.together:
@@ -257,7 +257,7 @@ def test_other_servers_are_a_difference_too() -> None:
                 ParameterServer.connect(params(), backend)
         else:
             with pytest.raises(DesyncError, match="servers 0, 1"):
-                ParameterServer.serve(params(), sgd, backend, servers=(0, 1))
+                ParameterServer.serve(params(), backend, sgd, servers=(0, 1))
 
     def main(backend: Backend) -> None:
         if backend.rank != 1:
@@ -272,7 +272,7 @@ def test_a_server_that_hears_of_nobody_says_whom_it_waits_for(cluster: Cluster) 
     def run(backend: Backend) -> None:
         if backend.rank == 0:
             with pytest.raises(CollectiveTimeoutError) as info:
-                ParameterServer.serve(params(), sgd, backend, timeout=0.5, quorum=1)
+                ParameterServer.serve(params(), backend, sgd, timeout=0.5, quorum=1)
             words = "has heard nothing of anybody for 0.5 s: ranks 1, 2, 3 did not come"
             assert words in str(info.value)
             assert info.value.peer == 1
@@ -292,7 +292,7 @@ def test_a_worker_whose_server_does_not_serve_names_it(cluster: Cluster) -> None
         if backend.rank == 0:
             backend.barrier()
             with pytest.raises(PeerLostError, match="worker rank 1 ended with Collective"):
-                ParameterServer.serve(params(), sgd, backend)
+                ParameterServer.serve(params(), backend, sgd)
             return
         with pytest.raises(
             CollectiveTimeoutError, match=r"ParameterClient.connect.*rank 0"

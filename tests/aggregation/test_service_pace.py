@@ -34,7 +34,7 @@ def sgd(params: list[torch.Tensor]) -> torch.optim.Optimizer:
 def idle(backend: Backend, draw: random.Random, most: int) -> None:
     """Let others go on for a while."""
     for _ in range(draw.randrange(most)):
-        isend(b"", backend.world_size - 1, backend, tag=77).done()
+        isend(b"", backend, backend.world_size - 1, tag=77).done()
 
 
 @settings(max_examples=5)
@@ -52,8 +52,8 @@ def test_staleness_is_never_exceeded(seed: int, bound: int, workers: int, server
         if rank in places:
             ParameterServer.serve(
                 params,
-                sgd,
                 backend,
+                sgd,
                 servers=places,
                 workers=list(begun),
                 mode=ServerMode.staleness(bound),
@@ -87,8 +87,8 @@ def test_a_worker_that_comes_late_begins_where_the_slowest_is_and_waits_for_nobo
         if backend.rank == 0:
             record = ParameterServer.serve(
                 params,
-                sgd,
                 backend,
+                sgd,
                 mode=ServerMode.staleness(1),
                 on_step=lambda record: seen.append(dict(record.clocks)),
             )
@@ -119,7 +119,7 @@ def test_in_synchronous_mode_too_a_worker_may_come_late_if_the_quorum_is_smaller
         params = [torch.zeros(2), torch.zeros(2)]
         first, last = servers, servers + 1
         if backend.rank < servers:
-            record = ParameterServer.serve(params, sgd, backend, servers=range(servers), quorum=1)
+            record = ParameterServer.serve(params, backend, sgd, servers=range(servers), quorum=1)
             return record.steps, record.pushes
         if backend.rank == last:
             backend.recv(bytearray(), first)
@@ -143,7 +143,7 @@ def test_a_step_without_gradients_holds_nobody_back() -> None:
     def run(backend: Backend) -> list[float]:
         params = [torch.zeros(2)]
         if backend.rank == 0:
-            record = ParameterServer.serve(params, sgd, backend)
+            record = ParameterServer.serve(params, backend, sgd)
             assert (record.steps, record.pushes) == (3, {1: 4, 2: 4})
             return []
         with ParameterServer.connect(params, backend) as client:
@@ -172,7 +172,7 @@ def test_a_push_that_timed_out_may_be_repeated_and_is_applied_once(ranks: Cluste
         params = [torch.zeros(100_000), torch.zeros(5)]
         if backend.rank == 0:
             record = ParameterServer.serve(
-                params, sgd, backend, mode=ServerMode.ASYNCHRONOUS, on_step=wait
+                params, backend, sgd, mode=ServerMode.ASYNCHRONOUS, on_step=wait
             )
             assert (record.steps, record.pushes) == (3, {1: 3})
             return record.params[1].tolist()
@@ -201,7 +201,7 @@ def test_who_is_too_far_ahead_is_told_whom_it_waits_for(ranks: Cluster) -> None:
     def run(backend: Backend) -> None:
         params = [torch.zeros(3)]
         if backend.rank == 0:
-            ParameterServer.serve(params, sgd, backend, mode=ServerMode.staleness(0), quorum=2)
+            ParameterServer.serve(params, backend, sgd, mode=ServerMode.staleness(0), quorum=2)
             return
         with ParameterServer.connect(params, backend) as client:
             client.push(params)
@@ -224,7 +224,7 @@ def test_what_does_not_fit_or_makes_no_sense_is_refused_before_anything_is_sent(
     def run(backend: Backend) -> None:
         params = [torch.zeros(3), torch.zeros(2, dtype=torch.float64)]
         if backend.rank == 0:
-            record = ParameterServer.serve(params, sgd, backend)
+            record = ParameterServer.serve(params, backend, sgd)
             assert record.pushes == {1: 0}
             return
         client = ParameterServer.connect(params, backend)
@@ -256,12 +256,12 @@ def test_wrong_arguments_are_found_by_the_call_itself() -> None:
 
         if backend.rank:
             with pytest.raises(MisuseError, match="workers call"):
-                serve(params, sgd, backend)
+                serve(params, backend, sgd)
             with pytest.raises(MisuseError, match="servers call"):
                 connect(params, backend, servers=(0, 1))
             return
         for call in (
-            lambda **k: serve(params, sgd, backend, **k),
+            lambda **k: serve(params, backend, sgd, **k),
             lambda **k: connect(params, backend, **k),
         ):
             with pytest.raises(InvalidWorldSizeError):
@@ -273,13 +273,13 @@ def test_wrong_arguments_are_found_by_the_call_itself() -> None:
             with pytest.raises(ValueError, match="timeout"):
                 call(servers=(0,), timeout=-1)
         with pytest.raises(ValueError, match="a server and a worker"):
-            serve(params, sgd, backend, workers=[0])
+            serve(params, backend, sgd, workers=[0])
         with pytest.raises(ValueError, match="quorum"):
-            serve(params, sgd, backend, quorum=0)
+            serve(params, backend, sgd, quorum=0)
         with pytest.raises(TypeError, match="not one tensor"):
-            serve(params[0], sgd, backend)
+            serve(params[0], backend, sgd)
         with pytest.raises(UnsupportedOperationError, match=r"parameter 0 \(int64 \[1\]\)"):
-            serve([torch.ones(1).long()], sgd, backend)
+            serve([torch.ones(1).long()], backend, sgd)
         with pytest.raises(ValueError, match="staleness"):
             ServerMode.staleness(-1)
 

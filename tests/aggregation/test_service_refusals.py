@@ -43,7 +43,7 @@ def test_a_gradient_that_is_not_finite_is_refused_and_training_goes_on(
 
     def run(backend: Backend) -> ServiceRecord | None:
         if backend.rank == 0:
-            return ParameterServer.serve(params(), sgd, backend, mode=mode, quorum=2)
+            return ParameterServer.serve(params(), backend, sgd, mode=mode, quorum=2)
         with ParameterServer.connect(params(), backend) as client:
             for step in range(4):
                 if backend.rank == 2 and step == 1:
@@ -73,7 +73,7 @@ def test_nothing_of_a_bad_push_reaches_any_of_several_servers() -> None:
     def run(backend: Backend) -> ServiceRecord | None:
         if backend.rank < 2:
             return ParameterServer.serve(
-                params(), sgd, backend, servers=(0, 1), mode=ServerMode.ASYNCHRONOUS
+                params(), backend, sgd, servers=(0, 1), mode=ServerMode.ASYNCHRONOUS
             )
         client = ParameterServer.connect(params(), backend, servers=(0, 1))
         with pytest.raises(ValueError, match="nothing was sent"):
@@ -113,7 +113,7 @@ def liar_and_server(mode: ServerMode, lie: Callable[[ParameterClient], None]) ->
     def run(backend: Backend) -> object:
         try:
             if backend.rank == 0:
-                return ParameterServer.serve(params(), sgd, backend, mode=mode, quorum=2)
+                return ParameterServer.serve(params(), backend, sgd, mode=mode, quorum=2)
             client = ParameterServer.connect(params(), backend)
             if backend.rank == 2:
                 lie(client)

@@ -91,7 +91,7 @@ def test_tensors_of_several_dtypes_empty_ones_and_more_servers_than_tensors() ->
         servers = range(6)
         if backend.rank in servers:
             found = ParameterServer.serve(
-                params, lambda p: torch.optim.SGD(p, lr=1), backend, servers=servers
+                params, backend, lambda p: torch.optim.SGD(p, lr=1), servers=servers
             )
             assert found.steps == 2
             assert (found.optimizer is None) == (not found.numbers)
@@ -117,7 +117,7 @@ def test_gradients_that_are_strided_are_read_as_they_are() -> None:
         params = [torch.zeros(2, 3)]
         if backend.rank == 0:
             return (
-                ParameterServer.serve(params, lambda p: torch.optim.SGD(p, lr=1), backend)
+                ParameterServer.serve(params, backend, lambda p: torch.optim.SGD(p, lr=1))
                 .params[0]
                 .flatten()
                 .tolist()
@@ -160,7 +160,7 @@ def test_a_service_goes_on_from_what_on_step_has_saved() -> None:
 
         net = model()
         if backend.rank == 0:
-            ParameterServer.serve(params, restored, backend)
+            ParameterServer.serve(params, backend, restored)
             return
         with ParameterServer.connect(list(net.parameters()), backend) as client:
             client.pull_()

@@ -169,7 +169,7 @@ def traffics(  # noqa: PLR0915 - ten of them
 
     def in_the_background(forks: Forks) -> bool:
         into, given = torch.zeros(300_000), torch.full((300_000,), 5.0)
-        works = [phalanx.irecv(into, peer, backend), phalanx.isend(given, peer, backend)]
+        works = [phalanx.irecv(into, backend, peer), phalanx.isend(given, backend, peer)]
         forks.work = works[0]
         forks.moment()
         for work in works:
@@ -198,7 +198,7 @@ def traffics(  # noqa: PLR0915 - ten of them
     def parameter_server(forks: Forks) -> bool:
         param = torch.zeros(50)
         if rank == 0:
-            made = ParameterServer.serve([param], lambda p: torch.optim.SGD(p, lr=1.0), backend)
+            made = ParameterServer.serve([param], backend, lambda p: torch.optim.SGD(p, lr=1.0))
             forks.moment()
             return bool((made.params[0] == -4).all())
         with ParameterServer.connect([param], backend) as client:

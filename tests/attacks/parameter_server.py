@@ -38,8 +38,8 @@ def be_a_rank(case: str, mode: str) -> None:
         if backend.rank == 0:
             record = ParameterServer.serve(
                 params,
-                lambda p: torch.optim.SGD(p, 0.1),
                 backend,
+                lambda p: torch.optim.SGD(p, 0.1),
                 mode=getattr(ServerMode, mode),
                 timeout=6,
             )

@@ -66,7 +66,7 @@ def test_receives_from_anyone_and_from_one_rank_take_turns_as_they_were_posted(
             mine = [place for place, sender in enumerate(arrivals) if sender == backend.rank]
             return send_when_told(backend, [bytes([place]) for place in mine])
         buffers = [bytearray(1) for _ in posted]
-        pending = [irecv(b, src, backend) for b, src in zip(buffers, posted, strict=True)]
+        pending = [irecv(b, backend, src) for b, src in zip(buffers, posted, strict=True)]
         for sender in arrivals:
             let_send(backend, sender)
         for place, (sender, receive) in enumerate(zip(arrivals, taken_by, strict=True)):
@@ -104,7 +104,7 @@ def test_tags_groups_and_collectives_are_kept_apart(cluster: Cluster) -> None:
             backend.send(bytes([6]), 0, tag=6)
         into = bytearray(1)
         if backend.rank == 0:
-            pending = irecv(into, None, backend, tag=6)
+            pending = irecv(into, backend, None, tag=6)
         assert phalanx.all_reduce(torch.ones(3), backend).tolist() == [3.0] * 3
         if backend.rank == 0:
             first = pending.wait()
@@ -131,7 +131,7 @@ def test_messages_of_every_size_are_whole_however_many_come_at_once(
         senders = []
         for _ in range(3):
             into = torch.zeros(size, dtype=torch.uint8)
-            senders.append(recv(into, None, backend))
+            senders.append(recv(into, backend, None))
             assert (into == senders[-1]).all()
         assert sorted(senders) == [1, 2, 3]
 
@@ -184,7 +184,7 @@ def test_one_of_another_size_is_dropped_and_its_sender_named(cluster: Cluster) -
     def exchange(backend: Backend) -> None:
         if backend.rank:
             return send_when_told(backend, [b"abc"] if backend.rank == 2 else [b"ab"])
-        pending = irecv(bytearray(2), None, backend)
+        pending = irecv(bytearray(2), backend, None)
         for sender in (2, 1):
             let_send(backend, sender)
         with pytest.raises(SizeMismatchError, match="expected 2 bytes from rank 2") as info:

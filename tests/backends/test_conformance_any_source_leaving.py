@@ -38,7 +38,7 @@ def test_what_came_before_its_sender_left_is_received_and_then_the_others_count(
             assert backend.recv(into, None) == 1
             backend.send(b"!", 2, tag=GO)
             assert backend.recv(into, None) == 2  # not stopped by the one that has left
-            pending = irecv(into, None, backend)
+            pending = irecv(into, backend, None)
             backend.send(b"!", 2, tag=GO)
             with pytest.raises(PeerLostError, match="left"):
                 pending.wait()
@@ -55,7 +55,7 @@ def test_a_rank_that_is_lost_ends_a_wait_for_anyone_and_is_named(cluster: Cluste
             whole(backend).abort()
             return
         if backend.rank == 0:
-            pending = irecv(bytearray(1), None, backend)
+            pending = irecv(bytearray(1), backend, None)
             backend.send(b"", 1, tag=GO)
             with pytest.raises(PeerLostError) as info:
                 pending.wait()
@@ -70,7 +70,7 @@ def test_a_rank_that_is_lost_ends_a_wait_for_anyone_and_is_named(cluster: Cluste
 def test_alone_there_is_nobody_to_receive_from(cluster: Cluster) -> None:
     def alone(backend: Backend) -> None:
         group = backend.subgroup([backend.rank])
-        for call in (group.recv, lambda into, src: irecv(into, src, group)):
+        for call in (group.recv, lambda into, src: irecv(into, group, src)):
             with pytest.raises(SelfSendError, match="no other rank"):
                 call(bytearray(1), None)
 
@@ -96,7 +96,7 @@ def test_when_a_sender_gives_up_the_next_message_counts_and_an_error_is_its_rece
             backend.send(b"", 0, tag=GO)
         else:
             assert begun.wait(PATIENCE)
-            pending = irecv(bytearray(size), None, backend)
+            pending = irecv(bytearray(size), backend, None)
             while not backend.engine.matching.in_progress:
                 assert not pending.done()
             backend.send(b"", 2, tag=GO)

@@ -67,12 +67,12 @@ def test_questions_of_two_operations_at_a_time_are_not_mixed(ranks: Cluster) -> 
         groups = [backend.subgroup(each) for each in members[backend.rank]]
         blamed = []
         if backend.rank == 0:
-            pending = [irecv(bytearray(1), 1, group, timeout=SOON) for group in groups]
+            pending = [irecv(bytearray(1), group, 1, timeout=SOON) for group in groups]
             blamed = [blamed_by(each.wait) for each in pending]
             gave_up.set()
         elif backend.rank == 1:
             for group in groups:
-                irecv(bytearray(1), 2, group)
+                irecv(bytearray(1), group, 2)
         assert gave_up.wait(PATIENCE)
         return blamed
 
@@ -110,7 +110,7 @@ def test_a_rank_that_only_asks_whether_it_is_done_learns_of_the_deadline_and_who
     def wait(backend: Backend) -> int | None:
         if backend.rank == 0:
             pending = (
-                irecv(bytearray(1), 1, backend, timeout=0.2)
+                irecv(bytearray(1), backend, 1, timeout=0.2)
                 if what == "message"
                 else phalanx.async_broadcast(ONES, backend, root=1, timeout=0.2)
             )
@@ -134,7 +134,7 @@ def test_a_short_deadline_that_nobody_waits_for_names_the_end_of_the_chain() -> 
         into = bytearray(1)
         if backend.rank == 0:
             backend.recv(into, 1)
-            pending = irecv(into, 1, backend, timeout=0.4)
+            pending = irecv(into, backend, 1, timeout=0.4)
             assert not gave_up.wait(1.0)
             blamed = blamed_by(pending.wait)
             gave_up.set()

@@ -60,7 +60,7 @@ def test_it_is_called_of_what_fails_too_and_the_error_is_there(cluster: Cluster)
             backend.close()
             return
         calls = Calls()
-        pending = phalanx.irecv(bytearray(1), 1, backend)
+        pending = phalanx.irecv(bytearray(1), backend, 1)
         pending.on_done(calls)
         with pytest.raises(PeerLostError):
             pending.wait()
@@ -75,7 +75,7 @@ def test_whoever_waits_for_what_is_done_already_has_had_its_callbacks_called() -
     first, second = SimulatedBackend.create_group(2)
     for look in (lambda pending: pending.wait(), lambda pending: pending.done()):
         calls = Calls()
-        pending = phalanx.irecv(bytearray(1), 1, first)
+        pending = phalanx.irecv(bytearray(1), first, 1)
         pending.on_done(calls)
         second.send(b"x", 0)
         look(pending)

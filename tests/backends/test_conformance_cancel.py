@@ -17,7 +17,7 @@ def test_a_message_whose_receive_is_cancelled_is_for_the_next_receive(cluster: C
             backend.recv(bytearray(), 0, tag=1)
             backend.send(b"x", 0)
             return
-        pending = phalanx.irecv(unused, 1, backend)
+        pending = phalanx.irecv(unused, backend, 1)
         pending.cancel("another message came first")
         backend.send(b"", 1, tag=1)
         with pytest.raises(

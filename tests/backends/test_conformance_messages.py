@@ -193,7 +193,7 @@ def test_sendrecv_writes_the_values_of_what_is_not_contiguous_and_nothing_betwee
     def exchange(backend: Backend) -> None:
         other = 1 - backend.rank
         frame = torch.zeros(3, 4)
-        sendrecv(torch.arange(6.0).reshape(2, 3).t(), other, frame[:, 1::2], other, backend)
+        sendrecv(torch.arange(6.0).reshape(2, 3).t(), backend, other, frame[:, 1::2], other)
         assert frame.tolist() == [[0, 0, 0, 3], [0, 1, 0, 4], [0, 2, 0, 5]]
 
     cluster.run(exchange, 2)
@@ -205,7 +205,7 @@ def test_sendrecv_goes_round_a_ring(cluster: Cluster) -> None:
         value = torch.tensor(backend.rank)
         for _ in range(size + 1):
             into = torch.empty_like(value)
-            sendrecv(value, (backend.rank + 1) % size, into, (backend.rank - 1) % size, backend)
+            sendrecv(value, backend, (backend.rank + 1) % size, into, (backend.rank - 1) % size)
             value = into
         return int(value)
 
@@ -216,10 +216,10 @@ def test_the_functions_and_the_methods_are_the_same(cluster: Cluster) -> None:
     def exchange(backend: Backend) -> None:
         into = torch.zeros(2)
         if backend.rank == 0:
-            send(torch.ones(2), 1, backend, tag=3, timeout=10)
+            send(torch.ones(2), backend, 1, tag=3, timeout=10)
             backend.recv(into, 1, tag=4, timeout=10)
         else:
-            recv(into, 0, backend, tag=3, timeout=float("inf"))
+            recv(into, backend, 0, tag=3, timeout=float("inf"))
             backend.send(2 * into, 0, tag=4, timeout=10.5)
         assert into.tolist() == [2 - backend.rank] * 2
 

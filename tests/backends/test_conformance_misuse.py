@@ -102,7 +102,7 @@ def test_any_integer_may_say_which_rank(cluster: Cluster, whole: Callable[[int],
     def exchange(backend: Backend) -> None:
         other, into = whole(1 - backend.rank), bytearray(1)
         backend.sendrecv(b"a", other, into, other)
-        pending = phalanx.isend(b"b", other, backend)
+        pending = phalanx.isend(b"b", backend, other)
         sender = backend.recv(into, other)
         pending.wait()
         assert (sender, type(sender), into) == (1 - backend.rank, int, b"b")

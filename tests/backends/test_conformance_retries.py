@@ -54,7 +54,7 @@ def try_recv(backend: Backend, into: torch.Tensor, tag: int) -> bool:
 
 
 def try_cancel(backend: Backend, into: torch.Tensor, tag: int) -> bool:
-    pending = phalanx.irecv(into, 0, backend, tag=tag)
+    pending = phalanx.irecv(into, backend, 0, tag=tag)
     if not pending.done():
         pending.cancel("not yet")
     with suppress(phalanx.MisuseError):
@@ -64,7 +64,7 @@ def try_cancel(backend: Backend, into: torch.Tensor, tag: int) -> bool:
 
 
 def try_wait_any(backend: Backend, into: torch.Tensor, tag: int) -> bool:
-    pending = phalanx.irecv(into, 0, backend, tag=tag)
+    pending = phalanx.irecv(into, backend, 0, tag=tag)
     with suppress(CollectiveTimeoutError):
         phalanx.wait_any([pending], timeout=SHORTEST)
     pending.cancel("not yet")
@@ -118,7 +118,7 @@ def test_receives_of_several_tags_are_repeated_in_turn(cluster: Cluster) -> None
     def run(backend: Backend) -> None:
         tags = {tag: numbers(SIZE // 4, tag) for tag in range(3)}
         if backend.rank == 0:
-            sends = [phalanx.isend(each, 1, backend, tag=tag) for tag, each in tags.items()]
+            sends = [phalanx.isend(each, backend, 1, tag=tag) for tag, each in tags.items()]
             for each in sends:
                 each.wait()
             return
@@ -179,7 +179,7 @@ def test_of_a_message_whose_receive_is_given_up_for_good_no_more_is_taken(
 
     def run(backend: Backend) -> None:
         if backend.rank == 0:
-            pending = phalanx.isend(numbers(total, 7), 1, backend, timeout=PATIENCE)
+            pending = phalanx.isend(numbers(total, 7), backend, 1, timeout=PATIENCE)
             assert given_up.wait(PATIENCE)
             try:
                 with pytest.raises(CollectiveTimeoutError):

@@ -36,7 +36,7 @@ def test_it_gives_the_place_of_the_one_that_is_done_and_leaves_the_others(
             backend.send(bytes([backend.rank]), 0)
             return
         buffers = [bytearray(1) for _ in order]
-        pending = [irecv(buffer, peer, backend) for peer, buffer in enumerate(buffers, 1)]
+        pending = [irecv(buffer, backend, peer) for peer, buffer in enumerate(buffers, 1)]
         left = dict(enumerate(pending, 1))
         for peer in order:
             backend.send(b"", peer, tag=GO)
@@ -56,7 +56,7 @@ def test_of_several_that_are_done_it_is_the_first_in_the_list(cluster: Cluster) 
             backend.send(b"2", 0, tag=2)
             backend.recv(bytearray(), 0)
             return
-        pending = [irecv(bytearray(1), 1, backend, tag=tag) for tag in range(3)]
+        pending = [irecv(bytearray(1), backend, 1, tag=tag) for tag in range(3)]
         pending[2].wait()
         pending[1].wait()
         assert wait_any(pending) == 1
@@ -76,9 +76,9 @@ def test_it_waits_for_sends_collectives_and_several_groups_alike(cluster: Cluste
         if backend.rank == 0:
             assert pair is not None
             assert other is not None
-            sent = isend(torch.ones(size, dtype=torch.uint8), 1, pair)
+            sent = isend(torch.ones(size, dtype=torch.uint8), pair, 1)
             total = phalanx.async_all_reduce(torch.ones(3), other)
-            here = irecv(bytearray(1), 1, pair)
+            here = irecv(bytearray(1), pair, 1)
             left = [sent, total, here]
             while left:
                 left.pop(wait_any(left)).wait()
@@ -106,7 +106,7 @@ def test_a_failure_is_one_way_to_be_done_and_the_other_groups_go_on(cluster: Clu
             group.send(b"2", 0)
             return
         first, second = backend.subgroup([0, 1]), backend.subgroup([0, 2])
-        pending = [irecv(bytearray(1), 1, first), irecv(bytearray(1), 1, second)]
+        pending = [irecv(bytearray(1), first, 1), irecv(bytearray(1), second, 1)]
         backend.send(b"", 1)
         assert wait_any(pending) == 0
         with pytest.raises(PeerLostError, match=r"rank 1.* left"):
@@ -125,7 +125,7 @@ def test_a_deadline_names_all_that_are_waited_for_and_gives_nothing_up(cluster: 
             backend.recv(bytearray(), 0)
             backend.send(b"!", 0)
             return
-        pending = [irecv(bytearray(1), peer, backend) for peer in (1, 2)]
+        pending = [irecv(bytearray(1), backend, peer) for peer in (1, 2)]
         with pytest.raises(CollectiveTimeoutError, match=r"wait_any .*recv.* 0\.2 s for") as info:
             wait_any(pending, timeout=0.2)
         text = re.sub(
@@ -150,8 +150,8 @@ def test_the_one_whose_own_time_is_over_is_done(cluster: Cluster) -> None:
             assert gave_up.wait(20)
             backend.send(b"!", 0)
             return
-        patient = irecv(bytearray(1), 1, backend)
-        pending = [irecv(bytearray(1), 1, backend, tag=1, timeout=0.2), patient]
+        patient = irecv(bytearray(1), backend, 1)
+        pending = [irecv(bytearray(1), backend, 1, tag=1, timeout=0.2), patient]
         assert wait_any(pending) == 0
         gave_up.set()
         with pytest.raises(CollectiveTimeoutError):
@@ -164,7 +164,7 @@ def test_the_one_whose_own_time_is_over_is_done(cluster: Cluster) -> None:
 def test_in_a_simulation_waiting_for_any_in_vain_is_a_deadlock_that_says_for_whom() -> None:
     def wait(backend: Backend) -> None:
         if backend.rank == 0:
-            wait_any([irecv(bytearray(1), peer, backend) for peer in (1, 2)])
+            wait_any([irecv(bytearray(1), backend, peer) for peer in (1, 2)])
         elif backend.rank == 1:
             backend.recv(bytearray(1), 0)
 
@@ -176,7 +176,7 @@ def test_in_a_simulation_waiting_for_any_in_vain_is_a_deadlock_that_says_for_who
 def test_what_several_ranks_wait_for_is_refused() -> None:
     first, second = SimulatedBackend.create_group(2)
     with pytest.raises(ValueError, match="what one rank waits for: these are of several ranks"):
-        wait_any([irecv(bytearray(1), 1, first), irecv(bytearray(1), 0, second)])
+        wait_any([irecv(bytearray(1), first, 1), irecv(bytearray(1), second, 0)])
     first.close()
     second.close()
 
@@ -185,7 +185,7 @@ def test_what_makes_no_sense_is_refused(cluster: Cluster) -> None:
     def misuse(backend: Backend) -> None:
         with pytest.raises(ValueError, match="nothing"):
             wait_any([])
-        pending = isend(b"", 1 - backend.rank, backend)
+        pending = isend(b"", backend, 1 - backend.rank)
         if backend.world_size == 2:
             backend.recv(bytearray(), 1 - backend.rank)
         with pytest.raises(ValueError, match="positive"):

@@ -251,7 +251,7 @@ def test_so_it_is_when_the_call_fails(cluster: Cluster) -> None:
 def test_a_users_note_on_one_error_is_not_on_the_next_that_is_raised() -> None:
     backends = SimulatedBackend.create_group(2)
     backends[0].send(b"!", 1)
-    pending = irecv(bytearray(1), 1, backends[0], timeout=0.01)
+    pending = irecv(bytearray(1), backends[0], 1, timeout=0.01)
     for _ in range(2):
         with pytest.raises(CollectiveTimeoutError) as info:
             pending.wait()

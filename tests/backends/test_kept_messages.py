@@ -85,7 +85,7 @@ def test_small_messages_beyond_the_limit_wait_at_the_sender_and_all_come(
             backend.send(b"", 0, tag=9)
             return 0
         most, into = 0, bytearray(size)
-        last = phalanx.irecv(torch.empty(0), 1, backend, tag=9)
+        last = phalanx.irecv(torch.empty(0), backend, 1, tag=9)
         for number in range(messages):
             backend.recv(into, 1, tag=number % 3)
             assert into == bytes([number % 251] * size)

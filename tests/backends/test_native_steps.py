@@ -24,7 +24,7 @@ LARGE = bytes(range(256)) * (3 << 12)  # 3 MiB
 def test_the_librarys_collectives_and_messages_go_on_side_by_side() -> None:
     def run(backend: Backend) -> None:
         rank, right, left = backend.rank, (backend.rank + 1) % 3, (backend.rank - 1) % 3
-        receive = phalanx.irecv(into := bytearray(len(LARGE)), left, backend)
+        receive = phalanx.irecv(into := bytearray(len(LARGE)), backend, left)
         pending = [phalanx.async_all_reduce(torch.full((3,), float(n)), backend) for n in range(20)]
         backend.send(LARGE, right)
         assert receive.wait() == left

@@ -33,7 +33,7 @@ def receive_in_a_thread(backend: Backend, into: torch.Tensor) -> Callable[[], No
 
 
 def receive_in_the_background(backend: Backend, into: torch.Tensor) -> Callable[[], None]:
-    pending = phalanx.irecv(into, 1, backend, tag=3)
+    pending = phalanx.irecv(into, backend, 1, tag=3)
     return lambda: pending.wait() and None
 
 

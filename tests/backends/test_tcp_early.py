@@ -116,7 +116,7 @@ def test_small_messages_to_a_peer_that_does_not_read_arrive_whole_and_in_order()
 
     def run(backend: Backend) -> None:
         if backend.rank == 0:
-            pending = [phalanx.isend(n.to_bytes(4, "big") + content, 1, backend) for n in sends]
+            pending = [phalanx.isend(n.to_bytes(4, "big") + content, backend, 1) for n in sends]
             backend.recv(bytearray(1), 1)
             for one in pending:
                 one.wait()

@@ -60,7 +60,7 @@ def test_half_a_message_of_another_size_is_refused_when_it_is_whole_and_dropped(
         peer.sock.sendall(stream[:1000])
         with pytest.raises(CollectiveTimeoutError):
             backend.recv(bytearray(4), 1, timeout=0.1)
-        pending = phalanx.irecv(torch.empty(1), 1, backend)
+        pending = phalanx.irecv(torch.empty(1), backend, 1)
         peer.sock.sendall(stream[1000:] + message(b"next"))
         with pytest.raises(SizeMismatchError, match=f"expected 4 bytes.*sent {len(LONG)} bytes"):
             pending.wait()
@@ -94,13 +94,13 @@ def test_a_message_of_another_size_that_its_sender_gave_up_is_no_error(
     cancel = pack_header(Channel(WORLD, Kind.CANCEL, 0))
     with rank_0_and_a_raw_peer() as (backend, peer):
         into = torch.zeros(4, dtype=torch.uint8)
-        pending = phalanx.irecv(into, 1, backend) if posted_first else None
+        pending = phalanx.irecv(into, backend, 1) if posted_first else None
         peer.sock.sendall(begun)
         for _ in range(attempts):
             with pytest.raises(CollectiveTimeoutError):
                 backend.recv(bytearray(4), 1, timeout=0.1)
         peer.sock.sendall(cancel + message(b"next"))
-        (pending or phalanx.irecv(into, 1, backend)).wait()
+        (pending or phalanx.irecv(into, backend, 1)).wait()
         assert bytes(into.tolist()) == b"next"
 
 
@@ -171,7 +171,7 @@ def test_a_large_message_is_cut_so_that_a_failure_notice_can_pass() -> None:
     content = torch.randint(256, (8 * MAX_PAYLOAD + 5,), dtype=torch.uint8)
     notice = FailureNotice("MisuseError", 0, 0, "it fails")
     with rank_0_and_a_raw_peer() as (backend, peer):
-        pending = phalanx.isend(content, 1, backend)
+        pending = phalanx.isend(content, backend, 1)
         with backend.engine.lock:
             backend.engine.transport.control(1, 9, notice)
         came = [peer.read_frame() for _ in range(10)]

@@ -73,7 +73,7 @@ def test_two_backends_over_one_group_do_not_mix(
         group = make_group(store, rank, 2)
         other = 1 - rank
         with TorchBackend(group, timeout=20) as one, TorchBackend(group, timeout=20) as two:
-            pending = phalanx.irecv(into := bytearray(1), other, one)
+            pending = phalanx.irecv(into := bytearray(1), one, other)
             two.sendrecv(b"2", other, second := bytearray(1), other)
             one.send(b"1", other)
             pending.wait()

@@ -234,7 +234,7 @@ def cut_layers(ranks: int) -> Build:
     def build(backend: Backend, seed: int) -> Setup:
         mesh = DeviceMesh(backend, (ranks, 2), ("data", "tensor"))
         module = seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)), seed)
-        cut = parallelize(module, {"0": "column", "2": "row"}, mesh["tensor"])
+        cut = parallelize(module, mesh["tensor"], {"0": "column", "2": "row"})
         model = FSDP(cut, mesh["data"])
         return Setup(model, adamw(model), mesh["data"], f"checkpoint/tensor{mesh['tensor'].rank}")
 

@@ -30,7 +30,7 @@ def cut(mesh: DeviceMesh, seed: int = 0) -> nn.Module:
     """Parts of equal shapes on every rank."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
-    return parallelize(model, {"0": "column", "1": "row"}, mesh["tensor"])
+    return parallelize(model, mesh["tensor"], {"0": "column", "1": "row"})
 
 
 @pytest.mark.parametrize("wrap", [DDP, FSDP])

@@ -151,7 +151,7 @@ def test_into_tensor_parallel_layers(folder: Path, sharded: bool) -> None:
     def load(backend: Backend) -> None:
         mesh = phalanx.DeviceMesh(backend, (2, 2), ("data", "tensor"))
         model: nn.Module = models[backend.rank]
-        model = parallelize(model, {"0": "column", "2": "row"}, mesh["tensor"])
+        model = parallelize(model, mesh["tensor"], {"0": "column", "2": "row"})
         if sharded:
             model = FSDP(model, mesh["data"])
         load_pretrained(folder, model, backend=backend)

@@ -69,10 +69,10 @@ def test_uneven_rows_arrive_in_rank_order_however_many_there_are(
         into = torch.empty_like(expected)
         option = {"algorithm": algorithm}
         strided = torch.stack([mine, mine], dim=-1)[..., 0]
-        pending = phalanx.async_all_to_all_uneven(mine, send, recv, backend, **option)  # type: ignore[arg-type]
-        result = phalanx.all_to_all_uneven(strided, tuple(send), recv, backend, **option)  # type: ignore[arg-type]
-        placed = phalanx.all_to_all_uneven(mine, send, recv, backend, into=into, **option)  # type: ignore[arg-type]
-        back = phalanx.all_to_all_uneven(result, recv, send, backend, **option)  # type: ignore[arg-type]
+        pending = phalanx.async_all_to_all_uneven(mine, backend, send, recv, **option)  # type: ignore[arg-type]
+        result = phalanx.all_to_all_uneven(strided, backend, tuple(send), recv, **option)  # type: ignore[arg-type]
+        placed = phalanx.all_to_all_uneven(mine, backend, send, recv, into=into, **option)  # type: ignore[arg-type]
+        back = phalanx.all_to_all_uneven(result, backend, recv, send, **option)  # type: ignore[arg-type]
         assert placed is into
         assert same(mine, values[rank])
         assert same(back, mine), "sent back, everything is where it was"
@@ -86,7 +86,7 @@ def test_sizes_may_be_elements_of_tensors_or_any_whole_numbers() -> None:
     def run(backend: Backend) -> list[float]:
         sizes = torch.tensor([1, 1, 1])
         mine = torch.arange(3.0) + 3 * backend.rank
-        return phalanx.all_to_all_uneven(mine, list(sizes), (1, True, sizes[0]), backend).tolist()
+        return phalanx.all_to_all_uneven(mine, backend, list(sizes), (1, True, sizes[0])).tolist()
 
     assert simulate(run, 3)[1] == [1.0, 4.0, 7.0]
 
@@ -117,7 +117,7 @@ def test_sizes_that_do_not_match_are_an_error_on_both_ranks_that_names_them(
             recv[0] = expected
 
         def call() -> None:
-            phalanx.all_to_all_uneven(torch.ones(sum(send), 2), send, recv, backend)
+            phalanx.all_to_all_uneven(torch.ones(sum(send), 2), backend, send, recv)
             backend.barrier()  # who has nothing to do with those two may learn at its next call
 
         with pytest.raises(SizeMismatchError) as info:
@@ -136,7 +136,7 @@ def test_a_mismatch_both_ways_is_told_in_one_message() -> None:
     def run(backend: Backend) -> str:
         send, recv = ([1, 2], [1, 3]) if backend.rank == 0 else ([4, 1], [5, 1])
         with pytest.raises(SizeMismatchError) as info:
-            phalanx.all_to_all_uneven(torch.ones(sum(send)), send, recv, backend)
+            phalanx.all_to_all_uneven(torch.ones(sum(send)), backend, send, recv)
         return str(info.value)
 
     for text in simulate(run, 2):
@@ -155,43 +155,43 @@ def test_a_mismatch_both_ways_is_told_in_one_message() -> None:
             "the result is",
         ),
         (
-            lambda b: phalanx.all_to_all_uneven(torch.ones(3), [1, 1], [1, 1, 1], b),
+            lambda b: phalanx.all_to_all_uneven(torch.ones(3), b, [1, 1], [1, 1, 1]),
             SizeMismatchError,
             r"send_sizes=\[1, 1\].*3 ranks",
         ),
         (
-            lambda b: phalanx.all_to_all_uneven(torch.ones(3), [1, 1, 1], [3, 1, -1], b),
+            lambda b: phalanx.all_to_all_uneven(torch.ones(3), b, [1, 1, 1], [3, 1, -1]),
             SizeMismatchError,
             r"recv_sizes=.*0 or more",
         ),
         (
-            lambda b: phalanx.all_to_all_uneven(torch.ones(4), [1, 1, 1], [1, 1, 1], b),
+            lambda b: phalanx.all_to_all_uneven(torch.ones(4), b, [1, 1, 1], [1, 1, 1]),
             SizeMismatchError,
             r"are 3 rows, and a tensor of shape \[4\] has 4",
         ),
         (
-            lambda b: phalanx.all_to_all_uneven(torch.ones(()), [0, 0, 0], [0, 0, 0], b),
+            lambda b: phalanx.all_to_all_uneven(torch.ones(()), b, [0, 0, 0], [0, 0, 0]),
             SizeMismatchError,
             r"are 0 rows, and a tensor of shape \[\] has none",
         ),
         (
-            lambda b: phalanx.all_to_all_uneven(torch.ones(3), [1, 1, 1], [2, 1, 1], b),
+            lambda b: phalanx.all_to_all_uneven(torch.ones(3), b, [1, 1, 1], [2, 1, 1]),
             SizeMismatchError,
             "1 rows for this rank itself, and recv_sizes 2",
         ),
         (
-            lambda b: phalanx.all_to_all_uneven(torch.ones(3), [1.0, 1, 1], [1, 1, 1], b),
+            lambda b: phalanx.all_to_all_uneven(torch.ones(3), b, [1.0, 1, 1], [1, 1, 1]),
             TypeError,
             "whole numbers",
         ),
         (
-            lambda b: phalanx.all_to_all_uneven(torch.ones(3), None, [1, 1, 1], b),
+            lambda b: phalanx.all_to_all_uneven(torch.ones(3), b, None, [1, 1, 1]),
             TypeError,
             "whole numbers",
         ),
         (
             lambda b: phalanx.all_to_all_uneven(
-                torch.ones(3), [1, 1, 1], [1, 1, 1], b, into=torch.ones(4)
+                torch.ones(3), b, [1, 1, 1], [1, 1, 1], into=torch.ones(4)
             ),
             SizeMismatchError,
             "the result is",
@@ -215,6 +215,6 @@ def test_rows_of_other_shapes_or_dtypes_are_a_disagreement(cluster: Cluster) -> 
     def run(backend: Backend) -> None:
         mine = torch.ones(2, 3 - backend.rank)
         with pytest.raises(phalanx.DesyncError):
-            phalanx.all_to_all_uneven(mine, [1, 1], [1, 1], backend)
+            phalanx.all_to_all_uneven(mine, backend, [1, 1], [1, 1])
 
     cluster.run(run, 2, timeout=PROMPT)

@@ -16,7 +16,7 @@ NEW: dict[str, Callable[[Tensor, Backend], object]] = {
     "gather": lambda t, b: phalanx.gather(t, b, 1),
     "scatter": lambda t, b: phalanx.scatter(t, b, 1),
     "all_to_all": phalanx.all_to_all,
-    "all_to_all_uneven": lambda t, b: phalanx.all_to_all_uneven(t, [1, 1], [1, 1], b),
+    "all_to_all_uneven": lambda t, b: phalanx.all_to_all_uneven(t, b, [1, 1], [1, 1]),
     "all_reduce_coalesced": lambda t, b: phalanx.all_reduce_coalesced([t, t], b)[1],
     "all_gather_object": lambda t, b: phalanx.all_gather_object({"t": t}, b)[0]["t"],  # type: ignore[index]
     "broadcast_object": lambda t, b: phalanx.broadcast_object((t,), b)[0],  # type: ignore[index]

@@ -67,7 +67,7 @@ def test_every_dtype_is_moved_bit_for_bit(dtype: torch.dtype, cut: object) -> No
         assert as_bytes(part) == raw[1][slice_ * rank : slice_ * (rank + 1)]
         assert as_bytes(phalanx.all_to_all(mine, backend)) == column
         rows = [n] * size
-        assert as_bytes(phalanx.all_to_all_uneven(mine, rows, rows, backend)) == column
+        assert as_bytes(phalanx.all_to_all_uneven(mine, backend, rows, rows)) == column
         inplace = cut(bits(dtype, size * n, rank))  # type: ignore[operator]
         into = cut(bits(dtype, size * n, rank))  # type: ignore[operator]
         phalanx.broadcast_(inplace, backend, 0)

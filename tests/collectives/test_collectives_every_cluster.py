@@ -74,7 +74,7 @@ def test_all_to_all(cluster: Cluster, algorithm: str) -> None:
             send = [length if peer <= rank else 0 for peer in range(p)]
             recv = [length if peer >= rank else 0 for peer in range(p)]
             rows = phalanx.all_to_all_uneven(
-                mine[: (rank + 1) * length], send, recv, backend, algorithm=algorithm
+                mine[: (rank + 1) * length], backend, send, recv, algorithm=algorithm
             )
             assert torch.equal(rows, expected[rank * length :])
 
@@ -105,7 +105,7 @@ def test_many_of_all_kinds_may_be_under_way_at_once(cluster: Cluster) -> None:
                 phalanx.async_gather(mine[:1], backend, 2),
                 phalanx.async_scatter(mine, backend, 0),
                 phalanx.async_all_to_all(mine, backend),
-                phalanx.async_all_to_all_uneven(mine[:p], [1] * p, [1] * p, backend),
+                phalanx.async_all_to_all_uneven(mine[:p], backend, [1] * p, [1] * p),
                 phalanx.async_all_reduce_coalesced([mine, mine.long()], backend),
                 phalanx.async_all_gather_object(rank, backend),
                 phalanx.async_broadcast_object(rank, backend, 2),
@@ -161,7 +161,7 @@ DISAGREEMENTS: dict[str, tuple[Call, Call]] = {
         lambda b: phalanx.all_to_all(ONES, b),
     ),
     "all_to_all: of rows": (
-        lambda b: phalanx.all_to_all_uneven(ONES[:3], [1, 1, 1], [1, 1, 1], b),
+        lambda b: phalanx.all_to_all_uneven(ONES[:3], b, [1, 1, 1], [1, 1, 1]),
         lambda b: phalanx.all_to_all(ONES, b),
     ),
     "all_reduce: of a list": (

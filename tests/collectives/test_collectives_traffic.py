@@ -171,7 +171,7 @@ def test_uneven_rows_are_moved_once_after_16_bytes_for_each_other_rank() -> None
     def run(backend: Backend) -> int:
         sizes = [[2, 3, 4], [3, 0, 6], [4, 6, 0]][backend.rank]  # the same both ways
         rows = torch.ones(sum(sizes), 5, dtype=torch.float64)
-        return bytes_sent(backend, lambda: phalanx.all_to_all_uneven(rows, sizes, sizes, backend))
+        return bytes_sent(backend, lambda: phalanx.all_to_all_uneven(rows, backend, sizes, sizes))
 
     assert simulate(run, 3) == [2 * 16 + 7 * 40, 2 * 16 + 9 * 40, 2 * 16 + 10 * 40]
 

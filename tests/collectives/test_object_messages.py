@@ -31,7 +31,7 @@ def test_any_object_arrives_in_order_whatever_its_length(cluster: Cluster) -> No
     def run(backend: Backend) -> list[object]:
         if backend.rank == 0:
             for thing in THINGS:
-                phalanx.send_object(thing, 1, backend)
+                phalanx.send_object(thing, backend, 1)
             return THINGS
         return [phalanx.recv_object(0, backend) for _ in THINGS]
 
@@ -43,7 +43,7 @@ def test_tensors_arrive_with_their_shapes_and_dtypes(cluster: Cluster) -> None:
 
     def run(backend: Backend) -> None:
         if backend.rank == 1:
-            phalanx.send_object(given, 0, backend)
+            phalanx.send_object(given, backend, 0)
             return
         found = phalanx.recv_object(1, backend)
         assert isinstance(found, list)
@@ -57,11 +57,11 @@ def test_tensors_arrive_with_their_shapes_and_dtypes(cluster: Cluster) -> None:
 def test_tags_groups_and_messages_of_bytes_do_not_mix_with_objects(cluster: Cluster) -> None:
     def run(backend: Backend) -> object:
         if backend.rank == 0:
-            phalanx.send_object("first", 1, backend, tag=7)
-            phalanx.send_object("second", 1, backend)
+            phalanx.send_object("first", backend, 1, tag=7)
+            phalanx.send_object("second", backend, 1)
             backend.send(b"bytes", 1, tag=7)
-            phalanx.send_object("third", 1, backend, tag=7)
-            phalanx.send_object("group", 1, backend.subgroup([0, 2]))
+            phalanx.send_object("third", backend, 1, tag=7)
+            phalanx.send_object("group", backend.subgroup([0, 2]), 1)
             return None
         if backend.rank == 2:
             return phalanx.recv_object(0, backend.subgroup([0, 2]))
@@ -77,7 +77,7 @@ def test_tags_groups_and_messages_of_bytes_do_not_mix_with_objects(cluster: Clus
 def test_an_object_may_come_from_any_rank(cluster: Cluster) -> None:
     def run(backend: Backend) -> list[object]:
         if backend.rank:
-            phalanx.send_object([backend.rank] * 3**backend.rank, 0, backend)
+            phalanx.send_object([backend.rank] * 3**backend.rank, backend, 0)
             return []
         return [phalanx.recv_object(None, backend) for _ in range(2)]
 
@@ -95,7 +95,7 @@ def test_receivers_in_several_threads_each_get_a_whole_object() -> None:
     for thread in threads:
         thread.start()
     for length in range(8):
-        phalanx.send_object(b"x" * 10**length if length < 6 else length, 1, sender)
+        phalanx.send_object(b"x" * 10**length if length < 6 else length, sender, 1)
     for thread in threads:
         thread.join()
     assert sorted(found, key=str) == sorted([*(b"x" * 10**n for n in range(6)), 6, 7], key=str)
@@ -105,7 +105,7 @@ def test_an_object_that_cannot_be_sent_is_told_to_who_waits_for_it(cluster: Clus
     def run(backend: Backend) -> None:
         if backend.rank == 1:
             with pytest.raises(UnsupportedObjectError, match=r"obj\[1\] is a set") as info:
-                phalanx.send_object([1, {2}], 0, backend)
+                phalanx.send_object([1, {2}], backend, 0)
             assert (info.value.rank, info.value.op) == (1, "send_object")
             return
         with pytest.raises(UnsupportedOperationError, match=r"rank 1: send_object: obj\[1\]"):
@@ -121,7 +121,7 @@ def test_an_object_that_does_not_come_in_time_is_not_lost(cluster: Cluster) -> N
     def run(backend: Backend) -> object:
         if backend.rank == 1:
             assert gave_up.wait(30)
-            return phalanx.send_object("late", 0, backend)
+            return phalanx.send_object("late", backend, 0)
         with pytest.raises(CollectiveTimeoutError, match="an object") as info:
             phalanx.recv_object(1, backend, timeout=0.05)
         assert info.value.peer == 1
@@ -180,7 +180,7 @@ def test_a_peer_that_cannot_be_is_refused(cluster: Cluster) -> None:
     def run(backend: Backend) -> None:
         for peer, error in ((2, InvalidRankError), (backend.rank, SelfSendError)):
             with pytest.raises(error):
-                phalanx.send_object(1, peer, backend)
+                phalanx.send_object(1, backend, peer)
             with pytest.raises(error):
                 phalanx.recv_object(peer, backend)
         backend.barrier()

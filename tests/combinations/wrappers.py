@@ -94,7 +94,7 @@ class Way:
     def wrap(self, job: Job, model: nn.Module) -> nn.Module:
         """The model, split over the ranks."""
         if self.tensor:
-            model = phalanx.parallelize(model, PLAN, self.axis(job, "tensor"))
+            model = phalanx.parallelize(model, self.axis(job, "tensor"), PLAN)
         if not self.pipeline:
             return self._over_data(job, model)
         layers = nn.Sequential()

@@ -51,7 +51,7 @@ def close_or_wait(backend: Backend, wire: Connection) -> Report | None:
         wire.poll(60)
         return None
     wire.recv()
-    phalanx.isend(bytearray(200 << 20), 1, backend)
+    phalanx.isend(bytearray(200 << 20), backend, 1)
     sleep(0.2)  # for the buffers to fill
     began = monotonic()
     backend.close()

@@ -88,7 +88,7 @@ def close_or_wait(backend: Backend, wire: Connection, victim: int) -> Report | N
     wire.recv()
     for rank in range(backend.world_size):
         if rank != victim:
-            isend(bytearray(32 << 20), rank, backend)
+            isend(bytearray(32 << 20), backend, rank)
     backend.close()
     return None
 

@@ -45,7 +45,7 @@ def serve_until_it_is_dead(backend: Backend, mode: ServerMode, life: Connection)
     torch.set_num_threads(1)
     params = filled(0)
     found = ParameterServer.serve(
-        params, Descent, backend, mode=mode, quorum=2, on_step=wait_for_its_death
+        params, backend, Descent, mode=mode, quorum=2, on_step=wait_for_its_death
     )
     values = {value for param in params for value in param.unique().tolist()}
     return found.steps, found.pushes, list(found.dropped), values
@@ -92,7 +92,7 @@ def take_part_until_one_is_killed(backend: Backend, victim: int) -> Any:
     params = [torch.zeros(1000)]
     try:
         if backend.rank < 2:
-            ParameterServer.serve(params, Descent, backend, servers=(0, 1))
+            ParameterServer.serve(params, backend, Descent, servers=(0, 1))
             return "served"
         client = ParameterServer.connect(params, backend, servers=(0, 1))
         for step in range(5):

@@ -75,9 +75,9 @@ def test_data_and_tensor(sharded: Callable[[DeviceMesh, nn.Module], nn.Module], 
 
     def run(backend: Backend) -> float:
         mesh = DeviceMesh(backend, (2, 2), ("data", "tensor"))
-        model = sharded(mesh, parallelize(layers(), plan(1), mesh["tensor"]))
+        model = sharded(mesh, parallelize(layers(), mesh["tensor"], plan(1)))
         mine, own = rows_of(inputs, mesh["data"]), rows_of(targets, mesh["data"])
-        loss = parallel_cross_entropy(model(mine), own, mesh["tensor"], num_classes=VOCABULARY)
+        loss = parallel_cross_entropy(model(mine), mesh["tensor"], own, num_classes=VOCABULARY)
         loss.backward()
         inner = [m for m in model.modules() if isinstance(m, (DDP, FSDP))]
         averaged = {p for m in inner for p in m.parameters()}
@@ -97,7 +97,7 @@ def test_tensor_inside_of_fsdp_inside_of_a_pipeline(norm_type: float):
 
     def run(backend: Backend) -> float:
         mesh = DeviceMesh(backend, (2, 2, 2), ("data", "stage", "tensor"))
-        model = parallelize(layers(), plan(None), mesh["tensor"])
+        model = parallelize(layers(), mesh["tensor"], plan(None))
         sharded, whole = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
         units = [
             FSDP(m, mesh["data"], strategy=whole if name in ("0", "3") else sharded)
@@ -108,7 +108,7 @@ def test_tensor_inside_of_fsdp_inside_of_a_pipeline(norm_type: float):
         pipeline.train_step(
             mine,
             own,
-            lambda y, t: parallel_cross_entropy(y, t, mesh["tensor"], num_classes=VOCABULARY),
+            lambda y, t: parallel_cross_entropy(y, mesh["tensor"], t, num_classes=VOCABULARY),
         )
         watched = [Watched(mesh[axis]) for axis in mesh.axis_names]
         norm = clipped(pipeline, norm_type)

@@ -22,7 +22,7 @@ from fsdp_runs import (
 )
 from torch import Tensor, nn
 
-from phalanx import FSDP, Backend, ShardingStrategy
+from phalanx import FSDP, Backend, ShardingStrategy, clip_grad_norm_
 
 WAYS = [
     (3, FULL_SHARD, COMMON),
@@ -70,7 +70,8 @@ def test_it_gives_the_norm_of_the_plain_model_and_scales_as_it(
         for limit in (0.1, 1e6):
             fsdp.zero_grad()
             backward(fsdp)
-            found.append((fsdp.clip_grad_norm_(limit, norm).item(), gradient_pieces(fsdp)))
+            total = clip_grad_norm_(fsdp, limit, norm_type=norm).item()
+            found.append((total, gradient_pieces(fsdp)))
         return found
 
     per_rank = on_ranks(where, ranks, build, body)
@@ -93,16 +94,16 @@ def test_a_norm_that_is_not_finite_is_an_error_if_that_was_asked_for(
     def body(model: nn.Module, backend: Backend) -> None:
         fsdp = FSDP(model, backend, strategy=strategy)
         backward(fsdp, scale=float("inf"))
-        error = outcome_of(lambda: fsdp.clip_grad_norm_(1.0, error_if_nonfinite=True))
+        error = outcome_of(lambda: clip_grad_norm_(fsdp, 1.0, error_if_nonfinite=True))
         assert isinstance(error, RuntimeError)
         assert f"rank {backend.rank}" in str(error)
-        assert not fsdp.clip_grad_norm_(1.0).isfinite()
+        assert not clip_grad_norm_(fsdp, 1.0).isfinite()
 
     on_ranks(where, ranks, build, body)
 
 
 def test_without_gradients_it_is_zero():
     def body(model: nn.Module, backend: Backend) -> float:
-        return FSDP(model, backend).clip_grad_norm_(1.0).item()
+        return clip_grad_norm_(FSDP(model, backend), 1.0).item()
 
     assert on_ranks(COOPERATIVE, 2, build, body) == [0.0, 0.0]

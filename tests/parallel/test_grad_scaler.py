@@ -10,7 +10,15 @@ from ddp_models import loss_of, mlp, vectors
 from ddp_runs import outcome_of, rows_of
 from torch import Tensor
 
-from phalanx import FSDP, Backend, DesyncError, GradScaler, ShardingStrategy, simulate
+from phalanx import (
+    FSDP,
+    Backend,
+    DesyncError,
+    GradScaler,
+    ShardingStrategy,
+    clip_grad_norm_,
+    simulate,
+)
 
 STRATEGIES = [
     ShardingStrategy.FULL_SHARD,
@@ -58,7 +66,7 @@ def test_training_with_a_scaler_equals_plain_training(
                 shard.grad[0] = float("inf")
             before = [p.detach().clone() for p in model.parameters()]
             scaler.unscale_(optimizer)
-            model.clip_grad_norm_(0.5)
+            clip_grad_norm_(model, 0.5)
             scaler.step(optimizer)
             scaler.update()
             now = list(model.parameters())

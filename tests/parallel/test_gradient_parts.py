@@ -39,7 +39,7 @@ def mlp() -> nn.Sequential:
 
 
 def tensor_parallel(backend: Backend) -> nn.Module:
-    return parallelize(mlp(), {"0": "column", "2": "row"}, backend)
+    return parallelize(mlp(), backend, {"0": "column", "2": "row"})
 
 
 def backward(model: nn.Module) -> None:

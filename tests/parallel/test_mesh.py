@@ -228,7 +228,7 @@ def test_axes_that_are_not_there_or_in_another_order_are_refused(axes: Any):
 @pytest.mark.parametrize(
     "use",
     [
-        lambda mesh: parallelize(nn.Sequential(nn.Linear(2, 2)), {"0": "column"}, mesh),
+        lambda mesh: parallelize(nn.Sequential(nn.Linear(2, 2)), mesh, {"0": "column"}),
         lambda mesh: Pipeline([nn.Tanh(), nn.Tanh()], mesh, PipelineParallelConfig(2, 2)),
         lambda mesh: DDP(nn.Linear(2, 2), mesh),
         lambda mesh: all_reduce(torch.ones(1), mesh),

@@ -25,11 +25,11 @@ from phalanx import (
     Backend,
     DeviceMesh,
     ShardingStrategy,
+    clip_grad_norm_,
     parallelize,
     simulate,
 )
 from phalanx.tensor import (
-    clip_grad_norm_,
     full_state_dict,
     load_full_state_dict,
     parallel_cross_entropy,
@@ -50,12 +50,12 @@ def on_a_mesh(
 ) -> Outcome:
     mesh = DeviceMesh(backend, shape, ("data", "tensor"))
     data, tensor = mesh["data"], mesh["tensor"]
-    model = DDP(parallelize(model, plan_for(sequence_dim=sequence_dim), tensor), data)
+    model = DDP(parallelize(model, tensor, plan_for(sequence_dim=sequence_dim)), data)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for step in range(STEPS):
         inputs, targets = (rows_of(rows, data) for rows in batch(4, seed=step))
-        loss = parallel_cross_entropy(model(inputs), targets, tensor, num_classes=VOCABULARY)
+        loss = parallel_cross_entropy(model(inputs), tensor, targets, num_classes=VOCABULARY)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -99,14 +99,14 @@ def test_fsdp_over_the_data_axis_trains_clips_saves_and_loads_as_the_plain_model
     def run(backend: Backend) -> tuple[list[float], dict[str, Tensor]]:
         mesh = DeviceMesh(backend, (2, 2), ("data", "tensor"))
         data, tensor = mesh["data"], mesh["tensor"]
-        model = parallelize(transformer(tied=tied), plan_for(sequence_dim=1), tensor)
+        model = parallelize(transformer(tied=tied), tensor, plan_for(sequence_dim=1))
         model = FSDP(model, data, strategy=strategy)
         load_full_state_dict(model, transformer(tied=tied).state_dict())
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
         found = []
         for step in range(STEPS):
             inputs, targets = (rows_of(rows, data) for rows in batch(4, seed=step))
-            loss = parallel_cross_entropy(model(inputs), targets, tensor, num_classes=VOCABULARY)
+            loss = parallel_cross_entropy(model(inputs), tensor, targets, num_classes=VOCABULARY)
             optimizer.zero_grad()
             loss.backward()
             found.append(clip_grad_norm_(model, 0.5).item())

@@ -64,7 +64,7 @@ def trained_on(
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.01, eps=1e-3)
 
     def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-        return parallel_cross_entropy(logits, targets, tensor, num_classes=VOCABULARY)
+        return parallel_cross_entropy(logits, tensor, targets, num_classes=VOCABULARY)
 
     losses = []
     for step in range(STEPS):
@@ -82,7 +82,7 @@ def test_fsdp_may_be_what_splits_the_batch():
 
     def run(backend: Backend) -> list[float]:
         mesh = DeviceMesh(backend, (2, 2, 2), ("data", "stage", "tensor"))
-        model = parallelize(layers(), plan(None), mesh["tensor"])
+        model = parallelize(layers(), mesh["tensor"], plan(None))
         sharded = [FSDP(layer, mesh["data"]) for layer in model.children()]
         return trained_on(mesh, Pipeline(sharded, mesh["stage"], PipelineParallelConfig(2, 2)))
 
@@ -100,7 +100,7 @@ def test_a_transformer_on_2_x_2_x_2_ranks_trains_as_the_plain_one(
 
     def run(backend: Backend) -> tuple[list[float], dict[str, Tensor], list[str]]:
         mesh = DeviceMesh(backend, (2, 2, 2), ("data", "stage", "tensor"))
-        model = parallelize(layers(), plan(sequence_dim), mesh["tensor"])
+        model = parallelize(layers(), mesh["tensor"], plan(sequence_dim))
         assert isinstance(model, nn.Sequential)
         pipeline = Pipeline(model, mesh["stage"], PipelineParallelConfig(2, 2, schedule))
 

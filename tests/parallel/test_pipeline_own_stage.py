@@ -27,12 +27,13 @@ from phalanx import (
     ShardingStrategy,
     UnsupportedOperationError,
     all_reduce,
+    clip_grad_norm_,
     load_checkpoint,
     save_checkpoint,
     simulate,
 )
 from phalanx.pipeline import PipelineStage
-from phalanx.tensor import clip_grad_norm_, full_state_dict, load_full_state_dict
+from phalanx.tensor import full_state_dict, load_full_state_dict
 
 AXES = ("data", "stage")
 Wrap = Callable[[nn.Module, Backend], nn.Module]

@@ -28,12 +28,13 @@ from phalanx import (
     ReduceOp,
     TopK,
     all_reduce_coalesced_,
+    clip_grad_norm_,
     load_checkpoint,
     parallelize,
     save_checkpoint,
     simulate,
 )
-from phalanx.tensor import clip_grad_norm_, full_state_dict, load_full_state_dict
+from phalanx.tensor import full_state_dict, load_full_state_dict
 
 AXES = ("data", "stage")
 Wrap = Callable[[nn.Module, Backend], nn.Module]
@@ -309,7 +310,7 @@ def test_the_whole_state_is_found_in_wrappers_inside_of_a_model(wrap: Wrap, pipe
 
     def run(backend: Backend) -> None:
         mesh = DeviceMesh(backend, (2, backend.world_size // 4, 2), ("data", "stage", "tensor"))
-        model = parallelize(build(0), {"0": "column", "2": "row"}, mesh["tensor"])
+        model = parallelize(build(0), mesh["tensor"], {"0": "column", "2": "row"})
         assert isinstance(model, nn.Sequential)
         first, middle, last = model
         model = nn.Sequential(wrap(first, mesh["data"]), middle, wrap(last, mesh["data"]))

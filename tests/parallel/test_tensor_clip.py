@@ -20,8 +20,17 @@ from tensor_models import (
 )
 from torch import Tensor, nn
 
-from phalanx import DDP, FSDP, Backend, DeviceMesh, ShardingStrategy, parallelize, simulate
-from phalanx.tensor import clip_grad_norm_, parallel_cross_entropy
+from phalanx import (
+    DDP,
+    FSDP,
+    Backend,
+    DeviceMesh,
+    ShardingStrategy,
+    clip_grad_norm_,
+    parallelize,
+    simulate,
+)
+from phalanx.tensor import parallel_cross_entropy
 
 
 @pytest.mark.parametrize(
@@ -40,9 +49,9 @@ def test_gradients_are_clipped_as_the_plain_models(norm_type: float, max_norm: f
     expected = nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
 
     def run(backend: Backend) -> tuple[Tensor, dict[str, Tensor]]:
-        model = parallelize(transformer(tied=tied), plan_for(), backend)
+        model = parallelize(transformer(tied=tied), backend, plan_for())
         logits = model(inputs)
-        parallel_cross_entropy(logits, targets, backend, num_classes=VOCABULARY).backward()
+        parallel_cross_entropy(logits, backend, targets, num_classes=VOCABULARY).backward()
         watched = Watched(backend)
         norm = clip_grad_norm_(model, max_norm, norm_type=norm_type)
         assert len(watched.events) == 1
@@ -62,9 +71,9 @@ def test_on_a_mesh_it_follows_ddp():
 
     def run(backend: Backend) -> Tensor:
         mesh = DeviceMesh(backend, (2, 2), ("data", "tensor"))
-        model = DDP(parallelize(transformer(), plan_for(), mesh["tensor"]), mesh["data"])
+        model = DDP(parallelize(transformer(), mesh["tensor"], plan_for()), mesh["data"])
         mine, own = rows_of(inputs, mesh["data"]), rows_of(targets, mesh["data"])
-        loss = parallel_cross_entropy(model(mine), own, mesh["tensor"], num_classes=VOCABULARY)
+        loss = parallel_cross_entropy(model(mine), mesh["tensor"], own, num_classes=VOCABULARY)
         loss.backward()
         return clip_grad_norm_(model, 0.1)
 
@@ -74,7 +83,7 @@ def test_on_a_mesh_it_follows_ddp():
 
 def test_ranks_may_have_no_gradients_and_models_no_parallel_layers():
     def run(backend: Backend) -> list[float]:
-        model = parallelize(transformer(), plan_for(), backend)
+        model = parallelize(transformer(), backend, plan_for())
         plain = nn.Linear(1, 1, bias=False)
         plain.weight.grad = torch.tensor([[5.0]])
         both = nn.ModuleList([copy.deepcopy(plain), model])

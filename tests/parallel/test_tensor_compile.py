@@ -50,11 +50,11 @@ def test_gradients_of_a_compiled_model_and_loss_are_the_plain_models():
     plan = {"0": "embedding", "1": "column", "3": "row", "4": "column"}
 
     def run(backend: Backend) -> list[dict[str, Tensor]]:
-        model = parallelize(seeded(model_of_words), plan, backend)
+        model = parallelize(seeded(model_of_words), backend, plan)
 
         def loss_of(inputs: Tensor, targets: Tensor) -> Tensor:
             logits = model(inputs)
-            return parallel_cross_entropy(logits, targets, backend, num_classes=VOCABULARY)
+            return parallel_cross_entropy(logits, backend, targets, num_classes=VOCABULARY)
 
         compiled: Callable[..., Tensor] = torch.compile(loss_of, backend=BACKEND)
         found = []
@@ -90,7 +90,7 @@ def test_compiled_layers_of_a_pipeline_take_micro_batches_of_several_sizes():
     def run(backend: Backend) -> dict[str, Tensor] | None:
         mesh = DeviceMesh(backend, (2, 2), ("stage", "tensor"))
         model = models[backend.rank]
-        parallelize(model, {"0.0": "column", "0.2": "row"}, mesh["tensor"])
+        parallelize(model, mesh["tensor"], {"0.0": "column", "0.2": "row"})
         for layer in model[0]:
             layer.compile(backend=BACKEND)
         pipeline = Pipeline(list(model), mesh["stage"], PipelineParallelConfig(2, 2))

@@ -44,7 +44,7 @@ def together(
     def run(backend: Backend) -> tuple[Tensor, Tensor]:
         z = classes.shard(logits, -1, backend.rank).clone().requires_grad_()
         number = {"num_classes": logits.shape[-1]} if say else {}
-        loss = parallel_cross_entropy(z, targets, backend, **number, **options)
+        loss = parallel_cross_entropy(z, backend, targets, **number, **options)
         loss.sum().backward()
         assert z.grad is not None
         return loss.detach(), z.grad
@@ -134,7 +134,7 @@ def test_it_is_the_same_on_every_backend(cluster: Cluster):
 
     def run(backend: Backend) -> tuple[Tensor, Tensor]:
         z = classes.shard(logits, -1, backend.rank).clone().requires_grad_()
-        loss = parallel_cross_entropy(z, targets, backend, num_classes=7)
+        loss = parallel_cross_entropy(z, backend, targets, num_classes=7)
         loss.backward()
         assert z.grad is not None
         return loss.detach(), z.grad
@@ -157,8 +157,8 @@ def test_it_sends_a_few_numbers_a_row_however_many_classes_there_are(
         watched = Watched(backend)
         parallel_cross_entropy(
             z,
-            torch.zeros(rows, dtype=torch.int64),
             backend,
+            torch.zeros(rows, dtype=torch.int64),
             num_classes=classes,
             label_smoothing=smoothing,
         ).backward()
@@ -175,7 +175,7 @@ def test_classes_that_are_not_evenly_cut_are_found_on_every_rank():
     def run(backend: Backend) -> BaseException | None:
         z = noise(2, 3 - backend.rank)
         targets = torch.tensor([0, 4])  # a class, of five
-        return outcome_of(lambda: parallel_cross_entropy(z, targets, backend))
+        return outcome_of(lambda: parallel_cross_entropy(z, backend, targets))
 
     for rank, error in enumerate(simulate(run, 2)):
         assert isinstance(error, SizeMismatchError)
@@ -190,7 +190,7 @@ def test_a_target_that_is_no_class_is_refused_on_every_rank(target: int, say: bo
     def run(backend: Backend) -> None:
         number = {"num_classes": 6} if say else {}
         with pytest.raises(IndexError, match=f"target {target} is no class: there are 6"):
-            parallel_cross_entropy(noise(2, 3), torch.tensor([0, target]), backend, **number)
+            parallel_cross_entropy(noise(2, 3), backend, torch.tensor([0, target]), **number)
 
     simulate(run, 2)
 
@@ -214,7 +214,7 @@ def test_wrong_use_is_refused_before_anything_is_sent(case: str):
     logits, targets, options, kind, message = WRONG[case]
     backend, _ = SimulatedBackend.create_group(2, timeout=1.0)
     with pytest.raises(kind, match=message):
-        parallel_cross_entropy(logits, targets, backend, **options)
+        parallel_cross_entropy(logits, backend, targets, **options)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
@@ -232,7 +232,7 @@ def test_gradients_of_gradients_are_those_of_the_joined_logits(smoothing: float)
     def run(backend: Backend) -> Tensor:
         own = classes.shard(logits, -1, backend.rank).clone().requires_grad_()
         loss = parallel_cross_entropy(
-            own, targets, backend, num_classes=7, label_smoothing=smoothing
+            own, backend, targets, num_classes=7, label_smoothing=smoothing
         )
         penalty(loss, own).backward()
         assert own.grad is not None

@@ -25,7 +25,7 @@ def step(model: nn.Module, *inputs: Any) -> None:
 
 def test_a_norm_of_this_ranks_heads_that_the_plan_leaves_out_is_named():
     def run(backend: Backend) -> BaseException | None:
-        model = parallelize(seeded(NormedHeads), HEADS_PLAN, backend)
+        model = parallelize(seeded(NormedHeads), backend, HEADS_PLAN)
         check_whole_parameters(model)
         step(model, noise(2, 5, 16))
         return outcome_of(lambda: check_whole_parameters(model))
@@ -41,7 +41,7 @@ def test_a_norm_along_the_sequence_that_the_plan_leaves_out_is_named(forgotten: 
     def run(backend: Backend) -> BaseException | None:
         plan = plan_for(sequence_dim=1)
         plan.pop(forgotten or "", None)
-        model = parallelize(transformer(), plan, backend)
+        model = parallelize(transformer(), backend, plan)
         step(model, batch()[0])
         return outcome_of(lambda: check_whole_parameters(model))
 
@@ -54,7 +54,7 @@ def test_dropout_that_differs_between_the_ranks_is_found():
     def run(backend: Backend) -> BaseException | None:
         torch.manual_seed(0)
         plain = nn.Sequential(nn.LayerNorm(4), nn.Dropout(0.5), nn.Linear(4, 6), nn.Linear(6, 4))
-        model = parallelize(plain, {"2": "column", "3": "row"}, backend)
+        model = parallelize(plain, backend, {"2": "column", "3": "row"})
         torch.manual_seed(backend.rank)
         step(model, noise(3, 4))
         return outcome_of(lambda: check_whole_parameters(model))
@@ -68,7 +68,7 @@ def test_dropout_that_differs_between_the_ranks_is_found():
 def test_it_costs_8_bytes_and_works_on_shards():
     def run(backend: Backend) -> int:
         mesh = DeviceMesh(backend, (2, 2), ("data", "tensor"))
-        model = FSDP(parallelize(transformer(), plan_for(), mesh["tensor"]), mesh["data"])
+        model = FSDP(parallelize(transformer(), mesh["tensor"], plan_for()), mesh["data"])
         step(model, batch()[0])
         watched = Watched(backend)
         check_whole_parameters(model)

@@ -36,7 +36,7 @@ def one_of(size: int) -> Backend:
 def test_layers_are_replaced_in_place_by_the_names_of_the_plan():
     def run(backend: Backend) -> dict[str, str]:
         model = transformer(layers=2)
-        assert parallelize(model, plan_for(sequence_dim=1), backend) is model
+        assert parallelize(model, backend, plan_for(sequence_dim=1)) is model
         return {name: type(layer).__name__ for name, layer in model.named_modules()}
 
     names = simulate(run, 2)[1]
@@ -58,7 +58,7 @@ def test_each_rank_holds_its_part_and_says_so():
 
     def run(backend: Backend) -> str:
         plan = {"embed": "embedding", "blocks.*.up": "column", "blocks.*.down": "row"}
-        return str(parallelize(transformer(layers=1), plan, backend))
+        return str(parallelize(transformer(layers=1), backend, plan))
 
     picture = simulate(run, 2)[1]
     for line in (
@@ -77,7 +77,7 @@ def test_a_model_that_is_a_layer_is_replaced_by_what_is_returned():
     plain = seeded(lambda: nn.Linear(3, 4))
 
     def run(backend: Backend) -> Tensor:
-        layer = parallelize(plain, {"": ColumnStyle(gather_output=True)}, backend)
+        layer = parallelize(plain, backend, {"": ColumnStyle(gather_output=True)})
         assert isinstance(layer, ColumnParallelLinear)
         return layer(x)
 
@@ -103,7 +103,7 @@ def test_a_layer_in_two_places_stays_one_layer():
 
     def run(backend: Backend) -> Tensor:
         model: Any = parallelize(
-            seeded(Twice), {"*": ColumnStyle(gather_output=True), "": "column"}, backend
+            seeded(Twice), backend, {"*": ColumnStyle(gather_output=True), "": "column"}
         )
         return model(x)
 
@@ -112,7 +112,7 @@ def test_a_layer_in_two_places_stays_one_layer():
 
     def in_both(backend: Backend) -> Tensor:
         style = ColumnStyle(gather_output=True)
-        model: Any = parallelize(seeded(Twice), {"first": style, "second": style}, backend)
+        model: Any = parallelize(seeded(Twice), backend, {"first": style, "second": style})
         assert model.first is model.second
         assert len(list(model.parameters())) == 2
         return model(x)
@@ -124,7 +124,7 @@ def test_a_layer_in_two_places_stays_one_layer():
 def test_it_costs_one_message_of_8_bytes():
     def run(backend: Backend) -> tuple[int, int]:
         watched = Watched(backend)
-        parallelize(transformer(layers=3), plan_for(), backend)
+        parallelize(transformer(layers=3), backend, plan_for())
         return len(watched.events), watched.bytes_sent
 
     assert list(simulate(run, 2)) == [(1, 8), (1, 8)]
@@ -132,7 +132,7 @@ def test_it_costs_one_message_of_8_bytes():
 
 def test_the_memory_of_the_whole_weights_is_freed():
     def run(backend: Backend) -> list[int]:
-        model = parallelize(transformer(layers=1), plan_for(), backend)
+        model = parallelize(transformer(layers=1), backend, plan_for())
         return [p.untyped_storage().nbytes() - p.nbytes for p in model.parameters()]
 
     assert not any(simulate(run, 4)[1])
@@ -155,7 +155,7 @@ def wrapped() -> nn.Module:
 
 def parallel_already() -> nn.Module:
     (backend,) = SimulatedBackend.create_group(1)
-    return parallelize(transformer(), {"head": "column"}, backend)
+    return parallelize(transformer(), backend, {"head": "column"})
 
 
 def normalized() -> nn.Module:
@@ -275,7 +275,7 @@ def test_it_is_refused_before_anything_is_changed_or_sent(case: str):
     backend = one_of(2)
     watched = Watched(backend)
     with pytest.raises(kind, match=message):
-        parallelize(model, plan, backend)
+        parallelize(model, backend, plan)
     after = {name: (m, list(m.parameters())) for name, m in model.named_modules()}
     assert list(before) == list(after)
     for name, (layer, parameters) in before.items():
@@ -319,7 +319,7 @@ DIFFERENCES = {
 def test_ranks_that_differ_are_told_in_what(what: str):
     def run(backend: Backend) -> BaseException | None:
         model, plan = odd(what, backend.rank)
-        error = outcome_of(lambda: parallelize(model, plan, backend))
+        error = outcome_of(lambda: parallelize(model, backend, plan))
         assert type(model.head) is nn.Linear
         return error
 
@@ -375,8 +375,8 @@ def test_the_group_is_usable_after_the_ranks_were_found_to_differ():
     def run(backend: Backend) -> None:
         model, plan = odd("a value", backend.rank)
         with pytest.raises(DesyncError):
-            parallelize(model, plan, backend)
-        parallelize(transformer(), plan_for(), backend)(inputs)
+            parallelize(model, backend, plan)
+        parallelize(transformer(), backend, plan_for())(inputs)
 
     simulate(run, 3)
 
@@ -411,7 +411,7 @@ def test_hooks_of_parameters_stay_and_see_this_ranks_part():
 
     def run(backend: Backend) -> tuple[list[int], Tensor, list[int]]:
         seen: list[int] = []
-        model = parallelize(hooked(seen), {"0": "column", "2": "row"}, backend)
+        model = parallelize(hooked(seen), backend, {"0": "column", "2": "row"})
         model(x).square().mean().backward()
         frozen = list(seen)
         model[2].requires_grad_(True)

@@ -42,7 +42,7 @@ def test_the_parts_have_the_plain_models_names():
     plain = transformer()
 
     def run(backend: Backend) -> dict[str, list[int]]:
-        model = parallelize(transformer(), plan_for(), backend)
+        model = parallelize(transformer(), backend, plan_for())
         names = [name for name, _ in model.named_parameters()]
         assert names == [name for name, _ in plain.named_parameters()]
         return {name: list(value.shape) for name, value in model.state_dict().items()}
@@ -75,7 +75,7 @@ def test_layers_are_told_the_version_of_the_state_that_they_load(kind: str):
             "DDP": lambda: DDP(plain(), backend),
             "FSDP": lambda: FSDP(plain(), backend),
             "Pipeline": lambda: Pipeline(plain(), backend, PipelineParallelConfig(2, 2)),
-            "parallelize": lambda: parallelize(plain(), {"0": "column"}, backend),
+            "parallelize": lambda: parallelize(plain(), backend, {"0": "column"}),
         }
         model = make[kind]()
         model.load_state_dict(model.state_dict())
@@ -92,7 +92,7 @@ def test_the_whole_state_is_the_plain_models_to_the_bit(ranks: int):
     expected = transformer().state_dict()
 
     def run(backend: Backend) -> dict[str, Tensor]:
-        return full_state_dict(parallelize(transformer(), plan_for(sequence_dim=1), backend))
+        return full_state_dict(parallelize(transformer(), backend, plan_for(sequence_dim=1)))
 
     for found in simulate(run, ranks):
         assert_equal(found, expected)
@@ -102,7 +102,7 @@ def test_the_whole_state_is_gathered_on_every_backend(cluster: Cluster):
     built = transformer(layers=1)
 
     def run(backend: Backend) -> dict[str, Tensor]:
-        return full_state_dict(parallelize(copy.deepcopy(built), plan_for(), backend))
+        return full_state_dict(parallelize(copy.deepcopy(built), backend, plan_for()))
 
     for found in cluster.run(run, 2):
         assert_equal(found, built.state_dict())
@@ -110,7 +110,7 @@ def test_the_whole_state_is_gathered_on_every_backend(cluster: Cluster):
 
 def test_only_rank_0_may_keep_the_whole():
     def run(backend: Backend) -> int:
-        model = parallelize(transformer(), plan_for(), backend)
+        model = parallelize(transformer(), backend, plan_for())
         return len(full_state_dict(model, rank0_only=True))
 
     assert list(simulate(run, 3)) == [len(transformer().state_dict()), 0, 0]
@@ -125,13 +125,13 @@ def test_a_state_is_loaded_on_another_number_of_ranks(tied: bool):
             p.mul_(1.5)
 
     def save(backend: Backend) -> dict[str, Tensor]:
-        model = parallelize(copy.deepcopy(expected), plan_for(), backend)
+        model = parallelize(copy.deepcopy(expected), backend, plan_for())
         return full_state_dict(model)
 
     state = simulate(save, 3)[0]
 
     def load(backend: Backend) -> Tensor:
-        model = parallelize(transformer(tied=tied), plan_for(), backend)
+        model = parallelize(transformer(tied=tied), backend, plan_for())
         load_full_state_dict(model, state)
         assert_equal(full_state_dict(model), expected.state_dict())
         return model(inputs)
@@ -141,7 +141,7 @@ def test_a_state_is_loaded_on_another_number_of_ranks(tied: bool):
 
 def test_a_rank_loads_its_own_part_with_load_state_dict():
     def run(backend: Backend) -> None:
-        model = parallelize(transformer(), plan_for(), backend)
+        model = parallelize(transformer(), backend, plan_for())
         mine = {name: value.clone() for name, value in model.state_dict().items()}
         load_full_state_dict(model, other().state_dict())
         model.load_state_dict(mine)
@@ -153,7 +153,7 @@ def test_a_rank_loads_its_own_part_with_load_state_dict():
 def test_a_model_in_ddp_has_the_same_state():
     def run(backend: Backend) -> dict[str, Tensor]:
         mesh = DeviceMesh(backend, (2, 2), ("data", "tensor"))
-        model = parallelize(transformer(), plan_for(), mesh["tensor"])
+        model = parallelize(transformer(), mesh["tensor"], plan_for())
         ddp = DDP(model, mesh["data"])
         load_full_state_dict(ddp, other().state_dict())
         return full_state_dict(ddp)
@@ -164,7 +164,7 @@ def test_a_model_in_ddp_has_the_same_state():
 
 def test_a_model_on_the_meta_device_is_cut_and_then_filled():
     def run(backend: Backend) -> dict[str, Tensor]:
-        model = parallelize(transformer().to("meta"), plan_for(), backend)
+        model = parallelize(transformer().to("meta"), backend, plan_for())
         assert all(p.is_meta for p in model.parameters())
         model.to_empty(device="cpu")
         load_full_state_dict(model, transformer().state_dict())
@@ -176,7 +176,7 @@ def test_a_model_on_the_meta_device_is_cut_and_then_filled():
 
 def test_a_state_of_other_sizes_is_refused_and_nothing_is_changed():
     def run(backend: Backend) -> None:
-        model = parallelize(transformer(), plan_for(), backend)
+        model = parallelize(transformer(), backend, plan_for())
         before = {name: value.clone() for name, value in model.state_dict().items()}
         wrong = other().state_dict()
         wrong["norm.bias"] = torch.ones(17)
@@ -191,7 +191,7 @@ def test_a_state_of_other_sizes_is_refused_and_nothing_is_changed():
 
 def test_keys_that_are_missing_or_unknown_are_named():
     def run(backend: Backend) -> None:
-        model = parallelize(transformer(), plan_for(), backend)
+        model = parallelize(transformer(), backend, plan_for())
         state = other().state_dict()
         state["extra"] = state.pop("head.bias")
         with pytest.raises(RuntimeError, match=r"(?s)head\.bias.*extra"):

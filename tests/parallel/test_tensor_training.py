@@ -50,7 +50,7 @@ def trained_together(model: nn.Module, backend: Backend) -> tuple[list[float], d
     for step in range(STEPS):
         inputs, targets = batch(seed=step)
         logits = model(inputs)
-        loss = parallel_cross_entropy(logits, targets, backend, num_classes=VOCABULARY)
+        loss = parallel_cross_entropy(logits, backend, targets, num_classes=VOCABULARY)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -67,7 +67,7 @@ def test_training_equals_the_plain_models(world_size: int, sequence_dim: int | N
     losses, state = trained_alone(transformer())
 
     def run(backend: Backend) -> tuple[list[float], dict[str, Tensor]]:
-        model = parallelize(transformer(), plan_for(sequence_dim=sequence_dim), backend)
+        model = parallelize(transformer(), backend, plan_for(sequence_dim=sequence_dim))
         return trained_together(model, backend)
 
     for found, whole in simulate(run, world_size):
@@ -85,7 +85,7 @@ def test_training_equals_the_plain_models_on_every_backend(
 
     def run(backend: Backend) -> tuple[list[float], dict[str, Tensor]]:
         plan = plan_for(sequence_dim=sequence_dim)
-        return trained_together(parallelize(copy.deepcopy(built), plan, backend), backend)
+        return trained_together(parallelize(copy.deepcopy(built), backend, plan), backend)
 
     for found, whole in cluster.run(run, 3):
         assert found == pytest.approx(losses, rel=1e-5)
@@ -101,9 +101,9 @@ def test_heads_are_split_and_none_is_torn(heads: int, world_size: int, sequence_
     plain_loss(expected, targets).backward()
 
     def run(backend: Backend) -> tuple[Tensor, dict[str, Tensor], list[int]]:
-        model = parallelize(transformer(heads), plan_for(heads, sequence_dim=sequence_dim), backend)
+        model = parallelize(transformer(heads), backend, plan_for(heads, sequence_dim=sequence_dim))
         logits = model(inputs)
-        parallel_cross_entropy(logits, targets, backend, num_classes=VOCABULARY).backward()
+        parallel_cross_entropy(logits, backend, targets, num_classes=VOCABULARY).backward()
         return logits, whole_gradients(model), list(model.blocks[0].qkv.weight.shape)
 
     results = simulate(run, world_size)
@@ -123,7 +123,7 @@ def test_tied_weights_stay_tied_where_the_plan_cuts_them_alike(
     losses, state = trained_alone(transformer(tied=True))
 
     def run(backend: Backend) -> tuple[list[float], dict[str, Tensor]]:
-        model = parallelize(transformer(tied=True), plan_for(sequence_dim=sequence_dim), backend)
+        model = parallelize(transformer(tied=True), backend, plan_for(sequence_dim=sequence_dim))
         assert model.head.weight is model.embed.weight
         return trained_together(model, backend)
 
@@ -135,7 +135,7 @@ def test_tied_weights_stay_tied_where_the_plan_cuts_them_alike(
 @pytest.mark.parametrize("sequence_dim", [None, 1])
 def test_what_is_whole_stays_the_same_bits_on_every_rank(sequence_dim: int | None):
     def run(backend: Backend) -> dict[str, Tensor]:
-        model = parallelize(transformer(), plan_for(sequence_dim=sequence_dim), backend)
+        model = parallelize(transformer(), backend, plan_for(sequence_dim=sequence_dim))
         trained_together(model, backend)
         return {
             name: value
@@ -156,12 +156,12 @@ def test_activations_may_be_computed_again_in_backward(sequence_dim: int | None,
     plain_loss(plain(inputs), targets).backward()
 
     def run(backend: Backend) -> dict[str, Tensor]:
-        model = parallelize(transformer(), plan_for(sequence_dim=sequence_dim), backend)
+        model = parallelize(transformer(), backend, plan_for(sequence_dim=sequence_dim))
         for block in model.blocks:
             forward = block.forward
             block.forward = lambda x, f=forward: checkpoint(f, x, use_reentrant=reentrant)
         logits = model(inputs)
-        parallel_cross_entropy(logits, targets, backend, num_classes=VOCABULARY).backward()
+        parallel_cross_entropy(logits, backend, targets, num_classes=VOCABULARY).backward()
         return whole_gradients(model)
 
     for found in simulate(run, 2):
@@ -172,7 +172,7 @@ def test_a_copy_of_a_model_speaks_to_the_same_ranks():
     inputs, _ = batch()
 
     def run(backend: Backend) -> None:
-        model = parallelize(transformer(), plan_for(), backend)
+        model = parallelize(transformer(), backend, plan_for())
         twin = copy.deepcopy(model)
         assert twin.head.backend is backend
         assert twin.head.weight is not model.head.weight
@@ -187,10 +187,10 @@ def test_without_gradients_and_in_bfloat16_it_computes_too():
     coarse = transformer().bfloat16()(inputs)
 
     def run(backend: Backend) -> tuple[Tensor, Tensor]:
-        model = parallelize(transformer(), plan_for(sequence_dim=1), backend).eval()
+        model = parallelize(transformer(), backend, plan_for(sequence_dim=1)).eval()
         with torch.inference_mode():
             logits = model(inputs)
-        half = parallelize(transformer().bfloat16(), plan_for(), backend)
+        half = parallelize(transformer().bfloat16(), backend, plan_for())
         return logits, half(inputs)
 
     results = simulate(run, 3)
@@ -206,7 +206,7 @@ def test_a_norm_of_this_ranks_heads_learns_from_all_heads():
     plan = {**dict.fromkeys("qkv", column), "mix": RowStyle(unit=4), "*_norm": "sequence_norm"}
 
     def run(backend: Backend) -> tuple[Tensor, dict[str, Tensor]]:
-        model = parallelize(seeded(NormedHeads), plan, backend)
+        model = parallelize(seeded(NormedHeads), backend, plan)
         found = model(x)
         found.pow(2).sum().backward()
         return found, whole_gradients(model)
@@ -222,9 +222,9 @@ def test_a_sequence_may_be_shorter_than_there_are_ranks(shape: tuple[int, int]):
     plain_loss(plain(inputs), targets).backward()
 
     def run(backend: Backend) -> dict[str, Tensor]:
-        model = parallelize(transformer(), plan_for(sequence_dim=1), backend)
+        model = parallelize(transformer(), backend, plan_for(sequence_dim=1))
         logits = model(inputs)
-        parallel_cross_entropy(logits, targets, backend, num_classes=VOCABULARY).backward()
+        parallel_cross_entropy(logits, backend, targets, num_classes=VOCABULARY).backward()
         return whole_gradients(model)
 
     for found in simulate(run, 3):
@@ -237,7 +237,7 @@ def test_under_autocast_it_computes_in_the_plain_models_dtypes():
         expected, stream = plain(inputs), plain.blocks[0].down(torch.ones(2, 48))
 
     def run(backend: Backend) -> Tensor:
-        model = parallelize(transformer(), plan_for(), backend)
+        model = parallelize(transformer(), backend, plan_for())
         with torch.autocast("cpu", torch.bfloat16):
             assert model.blocks[0].down(torch.ones(2, 24)).dtype is stream.dtype
             return model(inputs)
@@ -259,7 +259,7 @@ def traffic(sequence_dim: int | None, world_size: int = 4) -> tuple[list[str], i
             for name, style in plan_for(sequence_dim=sequence_dim).items()
             if name.startswith(("blocks", "*norm*"))
         }
-        block = parallelize(transformer().blocks[0], plan, backend)
+        block = parallelize(transformer().blocks[0], backend, plan)
         block.requires_grad_(sequence_dim is None)  # else gradients of norms and biases, too
         rank = backend.rank
         mine = x if sequence_dim is None else x[:, 2 * rank : 2 * rank + 2]

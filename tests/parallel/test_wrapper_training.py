@@ -31,6 +31,7 @@ from phalanx import (
     ReduceOp,
     ShardingStrategy,
     all_reduce,
+    clip_grad_norm_,
     convert_sync_batchnorm,
     simulate,
 )
@@ -83,7 +84,7 @@ def step(
     loss = loss_of(model(inputs), targets)
     loss.backward()
     if clip is not None and isinstance(model, FSDP):
-        model.clip_grad_norm_(clip)
+        clip_grad_norm_(model, clip)
     elif clip is not None:
         nn.utils.clip_grad_norm_(model.parameters(), clip)
     optimizer.step()

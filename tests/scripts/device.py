@@ -133,7 +133,7 @@ CALLS: Mapping[str, Call] = MappingProxyType(
         "scatter": lambda t, w, b: phalanx.scatter(w, b, root=1),
         "all_to_all": lambda t, w, b: phalanx.all_to_all(w, b),
         "all_to_all_uneven": lambda t, w, b: phalanx.all_to_all_uneven(
-            w, [len(t)] * b.world_size, [len(t)] * b.world_size, b
+            w, b, [len(t)] * b.world_size, [len(t)] * b.world_size
         ),
         "sendrecv": round_the_ring,
         "recv from any": from_any,

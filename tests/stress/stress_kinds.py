@@ -156,7 +156,7 @@ def _exchange_call(op: Op, backend: Backend, given: Value, into: Value, function
     if right == rank:
         into.copy_(given)
     else:
-        phalanx.sendrecv(given, right, into, left, backend, tag=op.tag)
+        phalanx.sendrecv(given, backend, right, into, left, tag=op.tag)
     return into
 
 

@@ -42,7 +42,7 @@ class Messages:
                 lambda seconds: backend.send(memory.tensor, op.root, tag=op.tag, timeout=seconds),
             )
             return lambda: _overwrite(memory)
-        pending = isend(memory.tensor, op.root, backend, tag=op.tag)
+        pending = isend(memory.tensor, backend, op.root, tag=op.tag)
 
         def finish() -> None:
             pending.wait()
@@ -62,7 +62,7 @@ class Messages:
                 ),
             )
             return lambda: self._received(op, backend.world_size, index, sender, memory)
-        pending = irecv(memory.tensor, receive.src, backend, tag=op.tag)
+        pending = irecv(memory.tensor, backend, receive.src, tag=op.tag)
         return lambda: self._received(op, backend.world_size, index, pending.wait(), memory)
 
     def _insist(self, patient: bool, call: Callable[[float | None], T]) -> T:

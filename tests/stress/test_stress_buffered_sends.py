@@ -132,7 +132,7 @@ def test_the_receiver_drains_in_the_background_while_something_asynchronous_is_u
             sent.set()
             backend.send(b"x", 1)
         else:
-            pending = irecv(bytearray(1), 0, backend)
+            pending = irecv(bytearray(1), backend, 0)
             assert sent.wait(PATIENCE), "nobody took the message in"
             assert pending.wait() == 0
             expect(backend, 48 * MIB, 0, 6, 6)
@@ -236,7 +236,7 @@ def test_receives_keep_their_order_when_the_message_of_the_first_is_given_up_in_
             return
         assert gave_up.wait(PATIENCE)
         first, second = (torch.empty(size, dtype=torch.uint8) for _ in range(2))
-        pending = [irecv(first, 0, backend), irecv(second, 0, backend)]
+        pending = [irecv(first, backend, 0), irecv(second, backend, 0)]
         for each in pending:
             assert each.wait() == 0
         assert torch.equal(first, filled(size, 1))

@@ -136,7 +136,7 @@ def test_a_worker_counts_what_it_pushes_to_a_parameter_server() -> None:
     def run(backend: Backend) -> int:
         params = [torch.zeros(3)]
         if backend.rank == 0:
-            ParameterServer.serve(params, lambda p: torch.optim.SGD(p, lr=0.1), backend)
+            ParameterServer.serve(params, backend, lambda p: torch.optim.SGD(p, lr=0.1))
         else:
             with ParameterServer.connect(params, backend) as client:
                 for _ in range(3):

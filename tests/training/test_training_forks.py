@@ -57,7 +57,7 @@ def test_a_child_of_a_worker_leaves_the_parameter_server_to_it() -> None:
     def run(backend: Backend) -> str:
         param = torch.zeros(3)
         if backend.rank == 0:
-            record = ParameterServer.serve([param], torch.optim.SGD, backend)
+            record = ParameterServer.serve([param], backend, torch.optim.SGD)
             return f"{record.params[0].sum() * 1000:.1f}"
         with ParameterServer.connect([param], backend) as client:
             client.push([torch.ones(3)])

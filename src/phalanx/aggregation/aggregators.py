@@ -16,6 +16,7 @@ from phalanx.aggregation.parameter_server.state import ServerMode, ServiceRecord
 from phalanx.aggregation.parameter_server.wire import described
 from phalanx.collectives import ReduceOp, all_reduce_coalesced, broadcast_, reduce_
 from phalanx.collectives.check_same import difference
+from phalanx.collectives.request import check_backend
 from phalanx.compression import Compressor
 from phalanx.compression.compressor import (
     GradientBucket,
@@ -330,8 +331,8 @@ class ParameterServer(GradientAggregator):
     @staticmethod
     def serve(
         params: Sequence[Tensor],
-        optimizer: OptimizerFactory,
         backend: Backend,
+        optimizer: OptimizerFactory,
         *,
         servers: Sequence[int] = (0,),
         workers: Sequence[int] | None = None,
@@ -377,6 +378,7 @@ class ParameterServer(GradientAggregator):
         before anything is sent. A rank serves once at a time; its n-th `serve` goes with each
         worker's n-th `connect`.
         """
+        check_backend(backend, "ParameterServer.serve(params, backend, optimizer)", optimizer)
         return Server(
             params, optimizer, backend, servers, workers, mode, quorum, timeout, on_step
         ).run()

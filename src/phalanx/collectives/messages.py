@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from phalanx.collectives.request import PendingCollective
+from phalanx.collectives.request import PendingCollective, check_backend
 from phalanx.core.backend import Backend
 from phalanx.core.call import check_timeout
 from phalanx.core.work import AnyOf
@@ -17,20 +17,21 @@ from phalanx.wire.memory import Buffer
 
 def send(
     tensor: Tensor | Buffer,
-    dst: int,
     backend: Backend,
+    dst: int,
     *,
     tag: int = 0,
     timeout: float | None = None,
 ) -> None:
     """Send `tensor` to rank `dst`; see `Backend.send`."""
+    check_backend(backend, "send(tensor, backend, dst)", dst)
     backend.send(tensor, dst, tag=tag, timeout=timeout)
 
 
 def recv(
     into: Tensor | Buffer,
-    src: int | None,
     backend: Backend,
+    src: int | None,
     *,
     tag: int = 0,
     timeout: float | None = None,
@@ -39,25 +40,27 @@ def recv(
 
     Returns the sender; see `Backend.recv`.
     """
+    check_backend(backend, "recv(into, backend, src)", src)
     return backend.recv(into, src, tag=tag, timeout=timeout)
 
 
 def isend(
     tensor: Tensor | Buffer,
-    dst: int,
     backend: Backend,
+    dst: int,
     *,
     tag: int = 0,
     timeout: float | None = None,
 ) -> PendingCollective[None]:
     """`send` that returns at once; the tensor's memory may be used again after `wait()`."""
+    check_backend(backend, "isend(tensor, backend, dst)", dst)
     return backend.isend(tensor, dst, tag=tag, timeout=timeout)
 
 
 def irecv(
     into: Tensor | Buffer,
-    src: int | None,
     backend: Backend,
+    src: int | None,
     *,
     tag: int = 0,
     timeout: float | None = None,
@@ -66,20 +69,22 @@ def irecv(
 
     Receives with one tag from one rank are served in the order in which they were posted.
     """
+    check_backend(backend, "irecv(into, backend, src)", src)
     return backend.irecv(into, src, tag=tag, timeout=timeout)
 
 
 def sendrecv(
     tensor: Tensor | Buffer,
+    backend: Backend,
     dst: int,
     into: Tensor | Buffer,
     src: int,
-    backend: Backend,
     *,
     tag: int = 0,
     timeout: float | None = None,
 ) -> None:
     """Send to `dst` and receive from `src` at the same time; see `Backend.sendrecv`."""
+    check_backend(backend, "sendrecv(tensor, backend, dst, into, src)", src)
     backend.sendrecv(tensor, dst, into, src, tag=tag, timeout=timeout)
 
 

@@ -17,6 +17,7 @@ from phalanx.collectives.request import (
     ProgramRequest,
     Request,
     asynchronous,
+    check_backend,
     check_slices,
     check_tensor,
     collective,
@@ -49,8 +50,7 @@ def broadcast(
     tensor      of the same shape and dtype on every rank; only the root's values matter
     algorithm   `auto`, or `ring`, `direct`, `tree`, `halving_doubling`, `star`, `two_level`
     into        where to put the result, of the same shape and dtype; else a new tensor
-    label       what the call is about: ranks whose labels differ get a `DesyncError`
-    timeout     seconds that this rank waits at most; by default the backend's
+    label, timeout   as `all_reduce` has them
 
     Blocks until this rank has the result (the root: until its sends are done). A binomial tree
     sends the tensor at most ceil(log2 p) times from any of p ranks, a ring about once. Raises
@@ -105,8 +105,7 @@ def all_gather(
                 `[world_size * n, ...]`; a tensor of no dimensions gives `[world_size]`
     algorithm   `auto`, or `ring`, `direct`, `tree`, `halving_doubling`, `star`, `two_level`
     into        where to put the result, of that shape and the same dtype; else a new tensor
-    label       what the call is about: ranks whose labels differ get a `DesyncError`
-    timeout     seconds that this rank waits at most; by default the backend's
+    label, timeout   as `all_reduce` has them
 
     Blocks until this rank has the result. A ring sends p-1 times the tensor's bytes from each of p
     ranks, which is optimal. Raises `SizeMismatchError` if `into` does not fit,
@@ -140,8 +139,7 @@ def gather(
     algorithm   `auto`, or `tree`, `star`
     into        where the root puts the result, of that shape and the same dtype; else a new tensor.
                 The other ranks need not give it, and leave it alone
-    label       what the call is about: ranks whose labels differ get a `DesyncError`
-    timeout     seconds that this rank waits at most; by default the backend's
+    label, timeout   as `all_reduce` has them
 
     Blocks until the root has the result; the others, until their part is done. The root receives
     p-1 times the tensor's bytes, which is the least there is: as p-1 messages (star), or as
@@ -183,8 +181,7 @@ def scatter(
     root        the rank whose tensor is cut; the same on every rank
     algorithm   `auto`, or `tree`, `star`
     into        where to put the slice, of that shape and the same dtype; else a new tensor
-    label       what the call is about: ranks whose labels differ get a `DesyncError`
-    timeout     seconds that this rank waits at most; by default the backend's
+    label, timeout   as `all_reduce` has them
 
     Blocks until this rank has its slice (the root: until its sends are done). The root sends
     (p-1)/p of the tensor's bytes, which is the least there is: as p-1 messages (star), or as
@@ -221,8 +218,7 @@ def all_to_all(
                 divisible by the world size: slice i of it goes to rank i
     algorithm   `auto`; or `direct`, all pairs at once; or `pairwise`, one after the other
     into        where to put the result, of the same shape and dtype; else a new tensor
-    label       what the call is about: ranks whose labels differ get a `DesyncError`
-    timeout     seconds that this rank waits at most; by default the backend's
+    label, timeout   as `all_reduce` has them
 
     Blocks until this rank has the result. Every rank sends and receives (p-1)/p of the tensor's
     bytes, which is the least there is, as p-1 messages (Thakur et al. 2005). Raises
@@ -288,9 +284,9 @@ ENTRY = 16  # bytes: for each peer, two int64
 @collective
 def all_to_all_uneven(
     tensor: Tensor,
+    backend: Backend,
     send_sizes: Sequence[int],
     recv_sizes: Sequence[int],
-    backend: Backend,
     *,
     algorithm: str = "auto",
     into: Tensor | None = None,
@@ -307,8 +303,7 @@ def all_to_all_uneven(
                 rank j, `recv_sizes[j]`, is what that has for it, its `send_sizes[i]`
     algorithm   `auto`; or `direct`, all pairs at once; or `pairwise`, one after the other
     into        where to put the result, `[sum(recv_sizes), ...]`, same dtype; else a new tensor
-    label       what the call is about: ranks whose labels differ get a `DesyncError`
-    timeout     seconds that this rank waits at most; by default the backend's
+    label, timeout   as `all_reduce` has them
 
     Blocks until this rank has the result. Moves each row once; before that, every pair of ranks
     compares its numbers, in one round of 16 bytes each way. Raises `SizeMismatchError` before
@@ -317,6 +312,7 @@ def all_to_all_uneven(
     what one sends is not what the other expects. Also `CollectiveTimeoutError`, `PeerLostError`,
     `DesyncError`.
     """
+    check_backend(backend, f"{UNEVEN}(tensor, backend, send_sizes, recv_sizes)", recv_sizes)
     check_tensor(tensor, backend, UNEVEN)
     rank, size = backend.rank, backend.world_size
     sends, recvs = _checked_rows(tensor, send_sizes, recv_sizes, backend)

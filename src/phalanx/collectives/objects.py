@@ -19,7 +19,13 @@ import torch
 
 from phalanx.collectives.cost import choose
 from phalanx.collectives.layout import WORK, Binder, Range, chunk_ranges, cut, ranges_of
-from phalanx.collectives.request import ProgramRequest, Request, asynchronous, collective
+from phalanx.collectives.request import (
+    ProgramRequest,
+    Request,
+    asynchronous,
+    check_backend,
+    collective,
+)
 from phalanx.collectives.schedules import ROOTED, for_root, row_for
 from phalanx.collectives.tuning import tuning_of
 from phalanx.core.backend import Backend
@@ -158,8 +164,7 @@ def all_gather_object(
 
     obj         None, bool, int, float, str, bytes, a tensor on the CPU, or a list, tuple or dict of
                 such; another one on each rank, if you like
-    label       what the call is about: ranks whose labels differ get a `DesyncError`
-    timeout     seconds that this rank waits at most; by default the backend's
+    label, timeout   as `all_reduce` has them
 
     Blocks until this rank has all objects, which are new ones, its own too. Types survive, tensors
     arrive contiguous and without a gradient, and nothing is pickled. Moves the objects' bytes like
@@ -186,8 +191,7 @@ def broadcast_object(
 
     obj         what `all_gather_object` takes; only the root's matters, the others may give None
     root        the rank whose object it is; the same on every rank
-    label       what the call is about: ranks whose labels differ get a `DesyncError`
-    timeout     seconds that this rank waits at most; by default the backend's
+    label, timeout   as `all_reduce` has them
 
     Blocks until this rank has the object, which is a new one, on the root too. Moves its bytes like
     `broadcast`, after those of its length. Raises as `all_gather_object` does, on the root, and
@@ -211,7 +215,7 @@ HEAD = struct.Struct("<QQ")
 
 
 def send_object(
-    obj: object, dst: int, backend: Backend, *, tag: int = 0, timeout: float | None = None
+    obj: object, backend: Backend, dst: int, *, tag: int = 0, timeout: float | None = None
 ) -> None:
     """Send an object to rank `dst`, which need not know its length, nor what it is.
 
@@ -224,6 +228,7 @@ def send_object(
     cannot be sent; `PeerLostError` and `CollectiveTimeoutError`. An object that cannot be sent, or
     is given up in the middle, breaks the group, as the other side waits for it.
     """
+    check_backend(backend, "send_object(obj, backend, dst)", dst)
     dst, content = backend.check_peer(dst), _encoded(obj, backend, "send_object")
     numbers = cast("Iterator[int]", backend.kept.setdefault("objects sent", count(2)))
     stream = HEADS * next(numbers)
@@ -244,6 +249,7 @@ def recv_object(
     begun to come, a `CollectiveTimeoutError` breaks nothing: call again. Else as `send_object`;
     also raises `MalformedObjectError` for bytes that are no object.
     """
+    check_backend(backend, "recv_object(src, backend)", src)
     head, receive = bytearray(HEAD.size), partial(backend.irecv, tag=tag, background=False)
     first = receive(head, src, timeout=timeout, stream=HEADS)
     sender, (stream, length) = first.wait(), HEAD.unpack(head)

@@ -127,6 +127,16 @@ def _annotate(form: Callable[..., object], define: Callable[..., object], result
 # Checks of a collective's tensors, before anything is sent.
 
 
+def check_backend(backend: object, call: str, *others: object) -> None:
+    """Raise TypeError, which shows the `call`, unless `backend` is one, rather than an other."""
+    if isinstance(backend, Backend):
+        return
+    if hasattr(type(backend), "__getattr__"):
+        _ = backend.rank  # type: ignore[attr-defined]  # a DeviceMesh says what to give instead
+    rank = next((f"rank {other.rank}: " for other in others if isinstance(other, Backend)), "")
+    raise TypeError(f"{rank}{call} takes the backend second, not {type(backend).__name__}")
+
+
 def check_tensor(tensor: Tensor, backend: Backend, op: str) -> None:
     """Raise unless `tensor` is one that can be moved: dense, and where the backend takes it."""
     if not isinstance(tensor, Tensor) or not isinstance(backend, Backend):
@@ -135,14 +145,8 @@ def check_tensor(tensor: Tensor, backend: Backend, op: str) -> None:
 
 
 def _no_tensor(tensor: object, backend: Any, op: str) -> TypeError:
-    name = type(tensor).__name__
-    if isinstance(backend, Backend):
-        return TypeError(f"rank {backend.rank}: {op} takes a tensor, not {name}")
-    if hasattr(type(backend), "__getattr__"):
-        _ = backend.rank  # a DeviceMesh says what to give in its place
-    return TypeError(
-        f"{op} takes a tensor, then a backend, not {name} and {type(backend).__name__}"
-    )
+    check_backend(backend, f"{op}(tensor, backend, ...)", tensor)
+    return TypeError(f"rank {backend.rank}: {op} takes a tensor, not {type(tensor).__name__}")
 
 
 def check_into(

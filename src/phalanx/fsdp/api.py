@@ -30,7 +30,6 @@ from phalanx.fsdp.parameter_group import UnitRule
 from phalanx.fsdp.strategy import MixedPrecision, ShardingStrategy, precision_of, strategy_of
 from phalanx.parallel.compressor_state import with_versions, without_own
 from phalanx.parallel.guards import every_rank_does
-from phalanx.parallel.norms import clip_grad_norm_
 from phalanx.parallel.wrapper import Slice, Wrapper, claim, owner_of, release
 from phalanx.torch_internals import disable_dynamo
 
@@ -48,6 +47,15 @@ NOT_ELEMENTWISE = frozenset(
 class FSDP(Wrapper):
     """A module whose parameters, gradients and optimizer state are cut into shards over ranks.
 
+        model = FSDP(model, backend)
+        optimizer = torch.optim.AdamW(model.parameters())           # of this rank's shards
+        loss_of(model(inputs), targets).backward()
+        phalanx.clip_grad_norm_(model, 1.0)                         # the norm of all ranks' shards
+        optimizer.step()
+
+    It computes as the module does; after `loss.backward()` each parameter's `.grad` is this rank's
+    part of the mean over all ranks.
+
     module       the model; the same on every rank, in structure. Rank 0's values count. It may be
                  on the meta device: then it is given values group by group (`reset_parameters` of
                  its modules), and no rank ever holds all of it
@@ -63,15 +71,15 @@ class FSDP(Wrapper):
                  buffers of its own there, in the place of its `reset_parameters`
     compression  send less: `ErrorFeedback(TopK(0.01))`, `ErrorFeedback(PowerSGD(4))`, ...; below
 
-    `fsdp(x)` computes as the module does; when `loss.backward()` returns, each parameter's `.grad`
-    is this rank's part of the mean over all ranks. `parameters()` yields one `Parameter` for each
-    of the module's, under its name: a 1-D slice of it, possibly empty (NO_SHARD: the whole), the
-    same object for the whole run. So any torch optimizer works; one that is not elementwise sees
-    other shapes, which is warned about. Accumulation: `no_sync` keeps full gradients and moves
-    nothing; without it each backward pass adds to the shards' `.grad`. Hooks on parameters run when
-    that is done, on shards: `Tensor.register_hook`'s before a mean is added, those after
-    accumulation after it. `torch.autograd.grad` for parameters refers to unsharded ones, inside of
-    the module's forward; shards are in no graph.
+    # Notes
+    `parameters()` yields one `Parameter` for each of the module's, under its name: a 1-D slice of
+    it, possibly empty (NO_SHARD: the whole), the same object for the whole run. So any torch
+    optimizer works; one that is not elementwise sees other shapes, which is warned about.
+    Accumulation: `no_sync` keeps full gradients and moves nothing; without it each backward pass
+    adds to the shards' `.grad`. Hooks on parameters run when that is done, on shards:
+    `Tensor.register_hook`'s before a mean is added, those after accumulation after it.
+    `torch.autograd.grad` for parameters refers to unsharded ones, inside of the module's forward;
+    shards are in no graph.
 
     A parameter group is sharded, unsharded while it computes, and sharded again; `unsharded.py`
     draws its states. Who uses a full parameter while it is sharded gets a `MisuseError`. A backward
@@ -90,20 +98,21 @@ class FSDP(Wrapper):
     optimizer state each, and the groups in flight: one that computes, with its gradients,
     `prefetch` that are being unsharded, and the gradients of one in a reduce-scatter.
 
-    With `compression` gradients are reduced by a copy of that compressor, `.compression`: those of
-    a group together. With FULL_SHARD and SHARD_GRAD_OP each rank sends the owner of each shard what
-    it is to have of it; with `hybrid` gradients are reduced as they are inside of a shard group,
-    and compressed between these, where links are slow; with NO_SHARD as in DDP. What it remembers
-    (what error feedback has left over) stays as it was if a pass fails, or if a mean is not finite
-    on any rank. Error feedback keeps 4 bytes a value of the FULL gradients on every rank, and as
-    many more while a backward pass runs: as much as a rank without FSDP has for gradients, so shard
-    with it what is large for its optimizer state, or use `hybrid`, which keeps a shard's. With a
-    scaled loss call `.compression.scale_` when the scale changes. `state_dict` has this rank's, too
-    (`own_state`), as DDP's has; `full_state_dict` has not.
-
     Raises `InvalidWorldSizeError` if the strategy does not fit the number of ranks, `DesyncError`,
     on every rank, if their models or options differ, and `MisuseError` for a module that is
     wrapped already.
+
+    # Compression
+    Gradients are reduced by a copy of the compressor, `.compression`: those of a group together.
+    With FULL_SHARD and SHARD_GRAD_OP each rank sends the owner of each shard what it is to have of
+    it; with `hybrid` gradients are reduced as they are inside of a shard group, and compressed
+    between these, where links are slow; with NO_SHARD as in DDP. What it remembers (what error
+    feedback has left over) stays as it was if a pass fails, or if a mean is not finite on any rank.
+    Error feedback keeps 4 bytes a value of the FULL gradients on every rank, and as many more while
+    a backward pass runs: as much as a rank without FSDP has for gradients, so shard with it what is
+    large for its optimizer state, or use `hybrid`, which keeps a shard's. With a scaled loss call
+    `.compression.scale_` when the scale changes. `state_dict` has this rank's, too (`own_state`),
+    as DDP's has; `full_state_dict` has not.
     """
 
     averages = True
@@ -221,13 +230,6 @@ class FSDP(Wrapper):
         compressed = self._runtime.compression
         sent = compressed.exchange.bytes_sent if compressed is not None else 0
         return sent + sum(gradient.bytes_sent for gradient in self._runtime.gradients)
-
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
-    ) -> Tensor:
-        """`phalanx.clip_grad_norm_` of this model."""
-        options: dict[str, Any] = {"norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
-        return clip_grad_norm_(self, max_norm, **options)
 
     def other_parts(self) -> tuple[Backend | None, Iterable[nn.Parameter]]:
         """The shard group, if there are others in it, and all parameters."""

@@ -42,6 +42,13 @@ from phalanx.torch_internals import disable_dynamo, inside_backward
 class DDP(Wrapper):
     """A module whose gradients are averaged over the ranks of `backend`, during backward.
 
+        model = DDP(model, backend)                 # parameters and buffers become rank 0's
+        loss_of(model(inputs), targets).backward()  # every `.grad` is now the mean over the ranks
+        optimizer.step()
+
+    With equal batch sizes and a loss that is a mean, these are the gradients of the joined batch.
+    For batches of different sizes see `weighted`, for different numbers of them `join`.
+
     module         the model; the same on every rank, in structure. Its parameters and buffers are
                    overwritten with rank 0's here, in place, so an optimizer may exist already
     backend        the ranks that train together
@@ -64,32 +71,30 @@ class DDP(Wrapper):
                    the parameters once, and a message of 8 bytes
     compression             send less: `ErrorFeedback(TopK(0.01))`, `PowerSGD(4)`, ...; see below
 
-    When `loss.backward()` returns, every `.grad` is the mean over the ranks: with equal batch sizes
-    and a loss that is a mean, the gradient of the joined batch. For batches of different sizes see
-    `weighted`, for different numbers of them `join`. Gradients live in the buckets' memory, which
-    the next backward pass writes again: clone what is to be kept. A step of an optimizer in a hook,
-    inside the pass, is a `MisuseError` on every rank. A step sends 2(p-1)/p of the gradients' bytes
-    from each of p ranks.
+    # Notes
+    Gradients live in the buckets' memory, which the next backward pass writes again: clone what is
+    to be kept. A step of an optimizer in a hook, inside the pass, is a `MisuseError` on every rank.
+    A step sends 2(p-1)/p of the gradients' bytes from each of p ranks. `state_dict` and the names
+    of parameters are those of the plain module, which is `.module`.
 
     Only what backward passes add to `.grad` is averaged: `torch.autograd.grad`, and `backward` with
     other `inputs=`, send nothing. Ranks that freeze or unfreeze parameters between two passes do it
     alike, or a `DesyncError` names one. Sparse gradients (`nn.Embedding(sparse=True)`) are averaged
     at the end of a pass, not compressed: each rank sends its rows, p-1 times.
 
-    `state_dict` and the names of parameters are those of the plain module, which is `.module`.
-
-    With `compression` buckets are averaged by a copy of that compressor, `.compression`, as they
-    are at the end of a pass: add up gradients of several passes under `no_sync`. What it remembers
-    of each gradient (what error feedback has left over) stays as it was if a pass fails, if its
-    step is skipped, or if the averages are not finite. Else it counts like a gradient: a rank that
-    has no batch left still sends it. With a scaled loss (torch's GradScaler) it has that scale:
-    call `.compression.scale_` when the scale changes. `state_dict` has this rank's, too, under keys
-    of its own (`own_state`), which `load_state_dict` of a DDP takes, and that of a plain module
-    only with `strict=False`; `.module.state_dict()` is without them.
-
     Raises `DesyncError`, on every rank, if the ranks' models or options differ, naming the first
     parameter or option that does; `UnsupportedOperationError` if a parameter's dtype cannot be
     compressed.
+
+    # Compression
+    Buckets are averaged by a copy of the compressor, `.compression`, as they are at the end of a
+    pass: add up gradients of several passes under `no_sync`. What it remembers of each gradient
+    (what error feedback has left over) stays as it was if a pass fails, if its step is skipped, or
+    if the averages are not finite. Else it counts like a gradient: a rank that has no batch left
+    still sends it. With a scaled loss (torch's GradScaler) it has that scale: call
+    `.compression.scale_` when the scale changes. `state_dict` has this rank's, too, under keys of
+    its own (`own_state`), which `load_state_dict` of a DDP takes, and that of a plain module only
+    with `strict=False`; `.module.state_dict()` is without them.
     """
 
     averages = True

@@ -259,7 +259,7 @@ class StageP2P:
         row = torch.tensor([loss.item(), _LOSS_DTYPES.index(loss.dtype)], dtype=torch.float64)
         for peer in range(self.backend.world_size):
             if peer != self.backend.rank:
-                self._sends.append(isend(row, peer, self.backend, tag=LOSS_TAG, timeout=A_DAY))
+                self._sends.append(isend(row, self.backend, peer, tag=LOSS_TAG, timeout=A_DAY))
 
     def recv_loss(self) -> Tensor:
         """The loss that the last stage's rank has sent; blocks until it has arrived."""
@@ -281,11 +281,11 @@ class StageP2P:
 
     def _isend(self, message: StageMessage, content: Any) -> None:
         receiver, tag = self.ranks[message.stage], self._tag(message)
-        self._sends.append(isend(content, receiver, self.backend, tag=tag, timeout=A_DAY))
+        self._sends.append(isend(content, self.backend, receiver, tag=tag, timeout=A_DAY))
 
     def _irecv(self, message: StageMessage, into: Any) -> PendingCollective[int]:
         sender, tag = self._sender(message), self._tag(message)
-        return irecv(into, sender, self.backend, tag=tag, timeout=A_DAY)
+        return irecv(into, self.backend, sender, tag=tag, timeout=A_DAY)
 
     def _sender(self, message: StageMessage) -> int:
         return self.ranks[message.stage + (-1 if message.kind is ActionKind.F else 1)]

@@ -8,7 +8,6 @@ parallelize      put parallel layers into an existing model
 state            the whole model's state, and whether the ranks are still equal
 """
 
-from phalanx.parallel.norms import clip_grad_norm_
 from phalanx.tensor.cross_entropy import parallel_cross_entropy
 from phalanx.tensor.embedding import (
     EmbeddingStyle,
@@ -43,7 +42,6 @@ __all__ = [
     "SequenceNormStyle",
     "SequenceParallelNorm",
     "check_whole_parameters",
-    "clip_grad_norm_",
     "copy_to_ranks",
     "full_state_dict",
     "gather_from_ranks",

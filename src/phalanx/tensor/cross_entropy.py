@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx.collectives import ReduceOp, all_reduce
+from phalanx.collectives.request import check_backend
 from phalanx.core.backend import Backend
 from phalanx.errors import SizeMismatchError, UnsupportedOperationError
 from phalanx.tensor.functions import copy_to_ranks, reduce_from_ranks
@@ -32,8 +33,8 @@ REDUCTIONS = ("mean", "sum", "none")
 @disable_dynamo()  # torch.compile runs it as it is
 def parallel_cross_entropy(
     logits: Tensor,
-    targets: Tensor,
     backend: Backend,
+    targets: Tensor,
     *,
     num_classes: int | None = None,
     ignore_index: int = -100,
@@ -60,6 +61,7 @@ def parallel_cross_entropy(
     target that is no class; `SizeMismatchError`, on every rank, if the ranks' classes are no even
     cut of V.
     """
+    check_backend(backend, f"{NAME}(logits, backend, targets)", targets)
     _check(logits, targets, reduction, label_smoothing)
     rows, flat = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
     total = logits.shape[-1] * backend.world_size if num_classes is None else num_classes

@@ -65,6 +65,12 @@ class _ParallelLinear(ParallelLayer):
 class ColumnParallelLinear(_ParallelLinear):
     """A linear layer of which each rank computes some of the outputs.
 
+        up, down = ColumnParallelLinear(64, 256, backend), RowParallelLinear(256, 64, backend)
+        y = down(torch.relu(up(x)))     # each of 4 ranks computes 64 of the 256 features between
+
+    The input, [..., in_features], is the same on every rank. Outputs and gradients are those of the
+    plain layer, or this rank's part of them. If outputs do not divide, the earlier ranks have more.
+
     in_features, out_features, bias, device, dtype   as `nn.Linear` has them, of the whole layer
     backend         the ranks that share it
     gather_output   give every rank all outputs, [..., out_features]; else its own part of them,
@@ -76,9 +82,7 @@ class ColumnParallelLinear(_ParallelLinear):
         (Three layers do as well, and cost three messages in backward)
     unit            how many outputs stay together: a head's width, so that no head is torn
 
-    The input, [..., in_features], is the same on every rank. Outputs and gradients are those of the
-    plain layer, or this rank's part of them. If outputs do not divide, the earlier ranks have more.
-
+    # Notes
     Initial values are those of a plain layer with the same seed, cut: a plain layer is built first,
     so the random state advances in the same way, and the whole weight is in memory for a moment.
     `from_linear` takes the values from a layer. Parameters are this rank's, under the names
@@ -173,6 +177,9 @@ class ColumnStyle(Style):
 class RowParallelLinear(_ParallelLinear):
     """A linear layer of which each rank computes with some of the inputs.
 
+    The output, [..., out_features], is the plain layer's, and the same bits on every rank. The bias
+    is added once, after the sum; it is whole on every rank, and so is its gradient.
+
     in_features, out_features, bias, device, dtype   as `nn.Linear` has them, of the whole layer
     backend            the ranks that share it
     input_is_parallel  the input is this rank's part of the features, as a `ColumnParallelLinear`
@@ -181,11 +188,9 @@ class RowParallelLinear(_ParallelLinear):
         (sequence parallelism); else every rank gets the whole
     unit               how many inputs stay together, as for the layer before
 
-    The output, [..., out_features], is the plain layer's, and the same bits on every rank. The bias
-    is added once, after the sum; it is whole on every rank, and so is its gradient.
-
-    Initial values, `from_linear`, the names of parameters, what construction waits for, and errors
-    are as for `ColumnParallelLinear`.
+    # Notes
+    An example, initial values, `from_linear`, the names of parameters, what construction waits for,
+    and errors are as for `ColumnParallelLinear`.
 
     Forward sums the output, an all_reduce of its bytes; backward sends nothing if the input is
     parallel, else an all_gather of the input's gradient. With `sequence_dim`, forward is a

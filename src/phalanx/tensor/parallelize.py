@@ -6,7 +6,7 @@ plan = {
     "blocks.*.mlp.up": "column",
     "blocks.*.mlp.down": "row",
 }
-parallelize(model, plan, backend)
+parallelize(model, backend, plan)
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import cast
 
 from torch import nn
 
+from phalanx.collectives.request import check_backend
 from phalanx.core.backend import Backend
 from phalanx.errors import MisuseError, UnsupportedOperationError
 from phalanx.parallel.guards import check_agreement
@@ -49,7 +50,7 @@ SHOWN = 12  # names, in an error
 _BYPASSING_LAYERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
-def parallelize(module: nn.Module, plan: Plan, backend: Backend) -> nn.Module:
+def parallelize(module: nn.Module, backend: Backend, plan: Plan) -> nn.Module:
     """Replace layers of a model by parallel ones, in place, and return the model.
 
     plan   patterns of the names of submodules, as `named_modules()` has them, where `*` is anything
@@ -82,6 +83,7 @@ def parallelize(module: nn.Module, plan: Plan, backend: Backend) -> nn.Module:
     `UnsupportedOperationError` for a layer of a kind that the style does not know, or whose weights
     are used without calling it; `MisuseError` for tied weights of which only some are in the plan.
     """
+    check_backend(backend, "parallelize(module, backend, plan)", plan)
     _check_arguments(module, plan, backend.rank)
     styles = _match(module, plan)
     splits = _check_splits(module, styles, backend.world_size)

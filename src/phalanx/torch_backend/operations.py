@@ -385,7 +385,7 @@ def _all_to_all(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Ask
 
     def request(into: Tensor) -> Any:
         return _ask(
-            ours.all_to_all_uneven, whole, sends, receives, backend, into=into, timeout=s.timeout
+            ours.all_to_all_uneven, whole, backend, sends, receives, into=into, timeout=s.timeout
         )
 
     return Asked(taken_apart(results, backend, request), results)
@@ -408,7 +408,7 @@ def _all_to_all_single(
         if even:
             return _ask(ours.all_to_all, whole, backend, into=into, timeout=s.timeout)
         return _ask(
-            ours.all_to_all_uneven, whole, sends, receives, backend, into=into, timeout=s.timeout
+            ours.all_to_all_uneven, whole, backend, sends, receives, into=into, timeout=s.timeout
         )
 
     return Asked(taken_apart([output], backend, request), (output,))

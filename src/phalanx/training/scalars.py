@@ -1,10 +1,5 @@
 """Scalars: means over the ranks of what a training logs, written by rank 0, off the step's path.
 
-    with phalanx.Scalars(backend, to=["jsonl:runs/a.jsonl", "tensorboard:runs/a"]) as scalars:
-        for step in range(first, steps):
-            loss = train(step)
-            scalars.log(step, loss=loss, lr=rate)
-
 With every=3, the calls of every rank, and what becomes of them:
 
     log(0)  log(1)  log(2)        log(3)        log(4)                 ...
@@ -63,15 +58,20 @@ WriterFactory = Callable[[str, int], Writer]
 class Scalars:
     """Means of numbers over ranks and steps, in files and loggers.
 
+        with phalanx.Scalars(backend, to=["jsonl:runs/a.jsonl"]) as scalars:     # on every rank
+            for step in range(first, steps):
+                scalars.log(step, loss=train(step), lr=rate)
+
+    A record is the mean of all that was logged under a name since the last record, on all ranks; it
+    belongs to the last step that it is of. Means are added up in float64. NaN is written as NaN.
+
     backend  the ranks that log together; every one of them makes a Scalars, which makes a group
     to       where rank 0 writes: "jsonl:FILE", "tensorboard:FOLDER", "mlflow:TRACKING_URI",
              "wandb:offline" or "wandb:online", "trackio". More than one, or none
     every    calls of `log` that are one record
     name     of the run, for loggers that have runs; by default the program's
 
-    A record is the mean of all that was logged under a name since the last record, on all ranks; it
-    belongs to the last step that it is of. Means are added up in float64. NaN is written as NaN.
-
+    # Notes
     The first step that is logged says where this process goes on: what was written of that step and
     of later ones is dropped, so that no step is there twice (`ops/loggers.py` says how; to
     wandb, a run that resumes is another run). So a window that a checkpoint cuts is lost in part:

@@ -243,6 +243,11 @@ def check_rank(rank: int, world_size: int) -> None:
 class TcpBackend(MeshBackend):
     """One rank of a group whose ranks talk over TCP, IPv4 or IPv6.
 
+        backend = TcpBackend(rank, world_size, "10.0.0.1:29500")    # where rank 0 listens
+
+    Blocks until all ranks have met and are connected, each with each; those that start early try
+    again until the others are there.
+
     rank, world_size  which one this is, of how many
     master_addr       `"host:port"` (`"[::1]:29500"` for IPv6) where rank 0 listens; the host is one
                       of its own addresses, and it listens there only
@@ -257,12 +262,12 @@ class TcpBackend(MeshBackend):
                       timeout. One that holds Python's interpreter for longer than 2/3 of that, on
                       another host, is taken for stopped
 
-    Blocks until all ranks have met and are connected, each with each; those that start early try
-    again until the others are there. Then nobody listens any more. A message is sent when the
-    kernel has taken it; those of each peer that nobody has asked for are kept by this process, in
-    up to 256 MiB of memory (0.4 to 1.8 KiB a message, and its content), whenever it is in a call of
-    this backend, those of collectives that the peer has issued ahead among them. Beyond that the
-    peer waits, and so does what it sends behind.
+    # Notes
+    Once all are connected nobody listens any more. A message is sent when the kernel has taken it;
+    those of each peer that nobody has asked for are kept by this process, in up to 256 MiB of
+    memory (0.4 to 1.8 KiB a message, and its content), whenever it is in a call of this backend,
+    those of collectives that the peer has issued ahead among them. Beyond that the peer waits, and
+    so does what it sends behind.
 
     Of more than 16 ranks, each is connected with 1 + log2(world_size) others at most when this
     returns, and with another one when the first message to it is sent, which waits for the

@@ -43,7 +43,7 @@ def saved(folder: Path, *, seed: int = 0, step: int = 1, ways: int = 1) -> dict[
 
     def run(backend: Backend) -> dict[str, Tensor]:
         mesh = DeviceMesh(backend, (ways, 2), ("data", "tensor"))
-        model: nn.Module = parallelize(mlp(seed), {"0": "column", "2": "row"}, mesh["tensor"])
+        model: nn.Module = parallelize(mlp(seed), mesh["tensor"], {"0": "column", "2": "row"})
         if ways > 1:
             model = FSDP(model, mesh["data"])
         save_checkpoint(folder / str(mesh["tensor"].rank), model=model, step=step)

@@ -130,11 +130,11 @@ class PhalanxGroup(BaseGroup):  # type: ignore[misc] # mypy is run without Ray
 
     def send(self, tensor: list[Any], send_options: Any) -> None:
         """Send a tensor to a rank, which receives it by `recv`."""
-        collectives.send(_read(tensor, self._on, "send"), send_options.dst_rank, self._on)
+        collectives.send(_read(tensor, self._on, "send"), self._on, send_options.dst_rank)
 
     def recv(self, tensor: list[Any], recv_options: Any) -> None:
         """Receive a tensor from a rank, of the same size."""
-        collectives.recv(_written(tensor, self._on, "recv"), recv_options.src_rank, self._on)
+        collectives.recv(_written(tensor, self._on, "recv"), self._on, recv_options.src_rank)
 
 
 # ------------------------------------------------------------------------------

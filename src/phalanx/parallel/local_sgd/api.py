@@ -26,6 +26,10 @@ class LocalSGD(PeriodicSync):
         ...
         model.sync()                                            # at the end of training
 
+    The average is part of `optimizer.step()`, which blocks then; all other steps send nothing.
+    Right after it parameters are the same bits on all ranks; in between each rank has its own:
+    `sync()` averages now, `averaged()` only to look.
+
     module       the model; the same on every rank, in structure. Its parameters and buffers are
                  overwritten with rank 0's here, in place, so an optimizer may exist already
     every        optimizer steps between two averages
@@ -34,22 +38,9 @@ class LocalSGD(PeriodicSync):
     compression  send less in each average: `TopK(0.01)`, `PowerSGD(4)`, ...; a copy is made,
                  `.compression`
 
-    The average is part of `optimizer.step()`, which blocks then; all other steps send nothing. A
-    ring sends 2(p-1)/p of the parameters' bytes from each of p ranks: per step an H-th of what DDP
-    sends. Right after it parameters are the same bits on all ranks; in between each rank has its
-    own: `sync()` averages now, `averaged()` only to look. With `every=1` and SGD, with momentum
-    too, it is DDP, to rounding.
-
-    With `compression` a rank sends the compressor's message for how far it is from a copy of the
-    parameters that all ranks have alike, and the mean of messages moves the copy. What a message
-    leaves out stays in that rank's parameters, ahead of the copy, and so in what it is to send next
-    time: that is error feedback whose residual is in the parameters, and `ErrorFeedback` around the
-    compressor is taken off. So a rank computes with all its own updates, while others receive them
-    bit by bit, and with `every=1` too (Xie et al. 2020, "CSER"; Basu et al. 2019,
-    "Qsparse-local-SGD"). Parameters are then the same on all ranks only after `sync()`, which sends
-    what is left whole. The copy takes the parameters' memory once, an average twice more while it
-    lasts; 16 more bytes compare the copies. An average that is not finite is not taken: parameters
-    are those of the copy, and a warning names the rank.
+    # Notes
+    A ring sends 2(p-1)/p of the parameters' bytes from each of p ranks: per step an H-th of what
+    DDP sends. With `every=1` and SGD, with momentum too, it is DDP, to rounding.
 
     Averaged are parameters that are trained when the module is wrapped, and floating buffers of the
     state dict; other buffers are rank 0's. Optimizers keep what they have on each rank (momentum,
@@ -67,6 +58,18 @@ class LocalSGD(PeriodicSync):
 
     Raises `DesyncError`, on every rank, if the ranks' models or options differ, naming the first
     parameter or option that does; `MisuseError` for a module that is wrapped already.
+
+    # Compression
+    A rank sends the compressor's message for how far it is from a copy of the parameters that all
+    ranks have alike, and the mean of messages moves the copy. What a message leaves out stays in
+    that rank's parameters, ahead of the copy, and so in what it is to send next time: that is error
+    feedback whose residual is in the parameters, and `ErrorFeedback` around the compressor is taken
+    off. So a rank computes with all its own updates, while others receive them bit by bit, and with
+    `every=1` too (Xie et al. 2020, "CSER"; Basu et al. 2019, "Qsparse-local-SGD"). Parameters are
+    then the same on all ranks only after `sync()`, which sends what is left whole. The copy takes
+    the parameters' memory once, an average twice more while it lasts; 16 more bytes compare the
+    copies. An average that is not finite is not taken: parameters are those of the copy, and a
+    warning names the rank.
     """
 
     def __init__(
@@ -113,9 +116,8 @@ class DiLoCo(PeriodicSync):
     """A module of which the ranks of `backend` take an outer step after every H-th step.
 
         model = DiLoCo(
-            model, backend, every=100,
+            model, backend, every=100, compression=ErrorFeedback(Quantized(bits=4)),
             outer=lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True),
-            compression=ErrorFeedback(Quantized(bits=4)),
         )
         optimizer = torch.optim.AdamW(model.parameters())       # the script goes on unchanged
         ...
@@ -129,6 +131,7 @@ class DiLoCo(PeriodicSync):
                  options on every rank. `.outer_optimizer` is what it has made
     compression  send outer gradients in another form; a copy is made, `.compression`
 
+    # Notes
     An outer gradient is how far a rank has come: parameters after the last sync, minus those it has
     now. Its mean over the ranks is the gradient of a step of the outer optimizer, on copies
     that are the same bits on every rank; the module's parameters become those. With
