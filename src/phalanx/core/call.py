@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from operator import index
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
 from phalanx.errors import InvalidWorldSizeError
@@ -21,16 +21,31 @@ _INSIDE = ("phalanx.", "torch.", "contextlib", "typing_extensions", "warnings")
 
 
 class CallSite(NamedTuple):
-    """A line of a program."""
+    """A line of a program: an instruction of it, whose line is looked up when it is asked for.
 
-    file: str
-    line: int
+    Python finds a line by reading the table of its function from the beginning, which takes longer
+    than a small collective where functions are long.
+    """
+
+    code: CodeType | None
+    instruction: int  # the offset of its bytes
+
+    @property
+    def line(self) -> int:
+        """The line, from 1 on; 0 if it is not known."""
+        for first, last, line in self.code.co_lines() if self.code is not None else ():
+            if first <= self.instruction < last:
+                return line or 0
+        return 0
 
     def __str__(self) -> str:
-        return f"{os.path.basename(self.file)}:{self.line}" if self.line else "an unknown line"
+        line = self.line
+        if self.code is None or not line:
+            return "an unknown line"
+        return f"{os.path.basename(self.code.co_filename)}:{line}"
 
 
-UNKNOWN_SITE = CallSite("", 0)
+UNKNOWN_SITE = CallSite(None, 0)
 
 
 def call_site() -> CallSite:
@@ -41,7 +56,7 @@ def call_site() -> CallSite:
     frame: FrameType | None = sys._getframe(3)  # the two innermost are of `Backend`
     while frame is not None:
         if not _is_inside(frame.f_globals.get("__name__")):
-            return CallSite(frame.f_code.co_filename, frame.f_lineno)
+            return CallSite(frame.f_code, frame.f_lasti)
         frame = frame.f_back
     return UNKNOWN_SITE
 
