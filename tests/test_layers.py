@@ -54,7 +54,7 @@ BUDGETS = {  # of each package: lines, files
     "cli": (1_165, 9),
     "collectives": (5_193, 24),
     "compression": (1_770, 7),
-    "core": (5_440, 21),
+    "core": (5_460, 21),
     "fsdp": (2_620, 10),
     "launch": (4_200, 20),
     "native": (2_250, 8),

@@ -337,17 +337,19 @@ class Backend:
         background: bool = False,
         result: Callable[[], T] | None = None,
     ) -> Work[T]:
-        tag = whole_number(tag, "tag")
+        if type(tag) is not int:
+            tag = whole_number(tag, "tag")
         if not 0 <= tag <= MAX_TAG:
             raise ValueError(f"tag must be between 0 and {MAX_TAG}, not {tag}")
-        signature = [f"tag {tag}"] if tag else []
-        signature += ["from any rank"] if peer == ANY else []
-        signature += ["an object"] if stream else []
+        what = ""
+        if tag or stream or peer == ANY:
+            known = {f"tag {tag}": tag, "from any rank": peer == ANY, "an object": stream}
+            what = ", ".join(name for name, is_so in known.items() if is_so)
         group, engine = self.group, self.engine
         seconds = self.timeout if timeout is None else check_timeout(timeout)
         site = call_site()
         with engine.lock:
-            what, number, now = ", ".join(signature), group.next_message(name, peer), engine.now()
+            number, now = group.next_message(name, peer), engine.now()
             call = Call(name, number, what, group.suffix, site, now, seconds)
             channel = Channel(group.id, Kind.POINT_TO_POINT, stream + tag)
             work = Work(group, call, channel, (round_,), buffers, result=result)

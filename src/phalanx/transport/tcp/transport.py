@@ -173,14 +173,11 @@ class TcpTransport(Transport):
         with engine.lock:
             left = min(until.deadline - now(), self.first_look)  # most are done by then
             while not until.over:
-                step = None
-                if engine.polled and isinstance(until, Work):
-                    # A thread may wait inside a step, a library's collective.
-                    step = until.group.head_of_queue(until).step
+                step = _step_of(until) if engine.polled else None
                 if left <= 0:
                     self.look()  # however short the timeout, a call moves what it can at once
                     engine.run_ready()
-                elif isinstance(step, Step) and step.blocks and step.block(min(left, SLICE)):
+                elif step is not None and step.blocks and step.block(min(left, SLICE)):
                     self.glance(now())  # a look at all sockets would take longer than most steps
                     engine.run_ready()
                 elif self._driver is None:
@@ -386,3 +383,9 @@ class TcpTransport(Transport):
                 thread.join()
         finally:
             self.engine.lock.acquire()
+
+
+def _step_of(until: Wait) -> Step | None:
+    """The step inside which a thread may wait: an epoch, or a library's collective."""
+    step = until.group.head_of_queue(until).step if isinstance(until, Work) else None
+    return step if isinstance(step, Step) else None
