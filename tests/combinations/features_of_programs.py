@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from multiprocessing.context import BaseContext
 from threading import Thread
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
+from typing_extensions import override
 from wrappers import Way
 
 import phalanx
@@ -260,9 +263,18 @@ class Threads(Feature):
 
 
 class Workers(Feature):
-    """Batches come from a process of a DataLoader."""
+    """Batches come from a process of a DataLoader.
 
-    start = "fork"
+    By default a fork, as torch has it; but not where ranks are threads of this process. A fork has
+    the locks that other threads hold at that moment, and nobody to release them.
+    """
+
+    def context(self, job: Job) -> BaseContext:
+        if not isinstance(job.backend, phalanx.SimulatedBackend):
+            return multiprocessing.get_context("fork")
+        server = multiprocessing.get_context("forkserver")
+        server.set_forkserver_preload(["torch"])
+        return server
 
     def started(self, job: Job, inner: Inner) -> None:
         inner()
@@ -270,7 +282,7 @@ class Workers(Feature):
             return
         steps = Steps(job.part, ROWS, job.steps, job.dtype)
         loader: Any = DataLoader(
-            steps, batch_size=None, num_workers=1, multiprocessing_context=self.start
+            steps, batch_size=None, num_workers=1, multiprocessing_context=self.context(job)
         )
         job.kept["loader"], job.kept["loaded"] = iter(loader), []
 
@@ -287,15 +299,18 @@ class Workers(Feature):
         job.kept.pop("loader", None)
 
 
-@feature("DataLoader, fork", "programs", tags="loader")
-class Forked(Workers):
+@feature("DataLoader", "programs", tags="loader")
+class ByDefault(Workers):
     pass
 
 
 @feature("DataLoader, spawn", "programs", tags="loader")
 class Spawned(Workers):
     slow = True
-    start = "spawn"
+
+    @override
+    def context(self, job: Job) -> BaseContext:
+        return multiprocessing.get_context("spawn")
 
 
 # Errors -------------------------------------------------------------------------------------------
