@@ -83,14 +83,9 @@ def all_reduce_(
     timeout: float | None = None,
 ) -> Request[Tensor]:
     """`all_reduce` in place: `tensor` is overwritten, and returned. Half the memory traffic."""
-    return _in_place(tensor, backend, op, (algorithm, reproducible, label, timeout))
-
-
-def _in_place(
-    tensor: Tensor, backend: Backend, op: ReduceOp, options: Options
-) -> TensorRequest[Tensor]:
     check_tensor(tensor, backend, "all_reduce_")
     out, result = work_in_place(tensor)
+    options = (algorithm, reproducible, label, timeout)
     return TensorRequest(
         backend, "all_reduce", tensor.shape, tensor.dtype, out, out, result, options, op
     )
@@ -223,7 +218,13 @@ def all_reduce_pieces_(
     pieces: Pieces, backend: Backend, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
 ) -> Request[Tensor]:
     """`all_reduce_` of a tensor whose own slice lies in pieces: these are not changed."""
-    request = _in_place(pieces.tensor, backend, op, ("auto", False, label, None))
+    tensor = pieces.tensor
+    check_tensor(tensor, backend, "all_reduce_")
+    out, result = work_in_place(tensor)
+    options = ("auto", False, label, None)
+    request = TensorRequest(
+        backend, "all_reduce", tensor.shape, tensor.dtype, out, out, result, options, op
+    )
     request.elsewhere = pieces.elsewhere
     return request
 

@@ -35,6 +35,7 @@ from phalanx.wire.memory import (
     is_plain,
     outside_inference_mode,
     plain,
+    why_not_movable,
 )
 
 PendingCollective = Work  # its public name
@@ -141,7 +142,8 @@ def check_tensor(tensor: Tensor, backend: Backend, op: str) -> None:
     """Raise unless `tensor` is one that can be moved: dense, and where the backend takes it."""
     if not isinstance(tensor, Tensor) or not isinstance(backend, Backend):
         raise _no_tensor(tensor, backend, op)
-    backend.check_movable(tensor, op)
+    if why_not_movable(tensor, backend.devices) is not None:
+        backend.check_movable(tensor, op)  # raises
 
 
 def _no_tensor(tensor: object, backend: Any, op: str) -> TypeError:
