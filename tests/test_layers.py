@@ -52,7 +52,7 @@ BUDGETS = {  # of each package: lines, files
     "aggregation": (1_800, 7),
     "checkpoint": (3_600, 14),
     "cli": (1_165, 9),
-    "collectives": (5_193, 24),
+    "collectives": (5_196, 24),
     "compression": (1_770, 7),
     "core": (5_460, 21),
     "fsdp": (2_620, 10),
