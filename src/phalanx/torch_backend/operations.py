@@ -1,12 +1,12 @@
-"""What torch's methods ask for, as our requests: one table, `OPERATIONS`.
+"""torch's methods as requests of Phalanx: one table, `OPERATIONS`.
 
     torch's method        what it gives                     ours
     allreduce             tensors, op                       all_reduce_
     allgather             lists of results, tensors         all_gather into one tensor, taken apart
 
-A row makes of torch's arguments a request, which is not issued yet; so what is wrong with them is
-said before anything is sent. Lists of tensors are done as one tensor: where the list's tensors lie
-one after the other in memory, that memory itself, else a copy.
+A row turns torch's arguments into a request, which is not issued yet; so wrong arguments are
+refused before anything is sent. A list of tensors is handled as one tensor: the memory itself if
+the tensors are adjacent in it, else a copy.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ REDUCE_OPS: Mapping[Any, ReduceOp] = MappingProxyType(
 
 
 class Settings(NamedTuple):
-    """What a call says beside its tensors.
+    """The arguments of a call beside its tensors.
 
     timeout  None for the group's
-    factor   of PREMUL_SUM: what this rank gives is multiplied by it first
+    factor   of PREMUL_SUM: this rank's input is multiplied by it first
     """
 
     op: ReduceOp = ReduceOp.SUM
@@ -52,7 +52,7 @@ class Settings(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A request, and the tensors in which its results are."""
+    """A request, and the tensors that receive its results."""
 
     request: Request[Any]
     tensors: Sequence[Tensor]
@@ -64,7 +64,7 @@ class Asked(NamedTuple):
 
 @dataclass(slots=True)
 class Plain(Request[Any]):
-    """A request that consists of two functions: to do it, and to begin it."""
+    """A request of two functions: the blocking call, and the one that begins it."""
 
     blocking: Callable[[], Any]
     begin: Callable[..., Work[Any]]
@@ -80,7 +80,7 @@ class Plain(Request[Any]):
 
 @dataclass(slots=True)
 class Several(Request[None]):
-    """Some collectives of one group, one after the other: when the last is done, all are."""
+    """Several collectives of one group, in order: all are done when the last one is."""
 
     requests: Sequence[Any]
 
@@ -114,12 +114,12 @@ def finish_after(request: Any, finish: Callable[[], object]) -> None:
 
 
 def refuse(problem: str, backend: Backend, op: str) -> SizeMismatchError:
-    """The error for lists that do not fit."""
+    """Return the error for lists that do not fit."""
     return SizeMismatchError(f"rank {backend.rank}: {op}: {problem}", rank=backend.rank, op=op)
 
 
 def only(tensors: Any, backend: Backend, op: str) -> Any:
-    """The one element of a list of one; or what is no list."""
+    """Return the one element of a list of one; anything but a list unchanged."""
     if not isinstance(tensors, (list, tuple)):
         return tensors
     if len(tensors) != 1:
@@ -129,11 +129,11 @@ def only(tensors: Any, backend: Backend, op: str) -> Any:
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """The tensor's memory, as a tensor with a version counter of its own.
+    """Return the tensor's memory, as a tensor with a version counter of its own.
 
-    Autograd is not told that a collective changes a tensor: what it has saved of it is used as it
-    is then, as with torch's own backends. Waits for the result of a functional collective, which
-    has no memory before.
+    Autograd does not learn that a collective changes a tensor: it uses a saved tensor with its
+    values of that time, as with torch's own backends. Waits for the result of a functional
+    collective, which has no memory before.
     """
     if type(tensor) is not Tensor and isinstance(tensor, AsyncCollectiveTensor):
         waiting: Any = tensor
@@ -142,14 +142,14 @@ def memory_of(tensor: Tensor) -> Tensor:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The values of a tensor, in one dimension: its memory, or a contiguous copy."""
+    """Return the values of a tensor, in one dimension: its memory, or a contiguous copy."""
     return plain(memory_of(tensor)).view(-1)
 
 
 def check_list(
     tensors: Sequence[Tensor], like: Tensor | None, backend: Backend, op: str
 ) -> list[Tensor]:
-    """The list; raises unless it has a tensor for each rank, of the dtype and size of `like`."""
+    """Return the list; raise unless each rank has a tensor of the dtype and size of `like`."""
     listed = list(tensors)
     if len(listed) != backend.world_size:
         raise refuse(
@@ -170,7 +170,7 @@ def check_list(
 
 
 def check_whole(name: str, whole: Tensor, part: Tensor, backend: Backend, op: str) -> None:
-    """Raise unless one tensor, which is called `name`, is as large as the parts of all ranks."""
+    """Raise unless one tensor, called `name`, is as large as the parts of all ranks together."""
     if whole.numel() != part.numel() * backend.world_size or whole.dtype != part.dtype:
         raise refuse(
             f"the {name} is {whole.dtype} {list(whole.shape)}, and holds {backend.world_size} "
@@ -183,7 +183,7 @@ def check_whole(name: str, whole: Tensor, part: Tensor, backend: Backend, op: st
 def check_lists(
     lists: Sequence[Sequence[Tensor]], count: int, backend: Backend, op: str
 ) -> list[list[Tensor]]:
-    """The lists; raises unless there is one for each rank, of so many tensors."""
+    """Return the lists; raise unless each rank has one, of `count` tensors."""
     if len(lists) != backend.world_size or any(len(each) != count for each in lists):
         raise refuse(
             f"there is one list of {count} tensors for each of {backend.world_size} ranks, not "
@@ -195,7 +195,7 @@ def check_lists(
 
 
 def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The memory of tensors that lie one after the other in one storage; None if they do not."""
+    """Return the memory of tensors that are adjacent in one storage; None if they are not."""
     first = tensors[0]
     place = first.data_ptr()
     for tensor in tensors:
@@ -212,7 +212,7 @@ def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def joined(tensors: Sequence[Tensor], backend: Backend) -> Tensor:
-    """The values of some tensors as one flat tensor."""
+    """Return the values of some tensors as one flat tensor."""
     tensors = list(map(memory_of, tensors))
     whole = adjacent(tensors)
     if whole is None:
@@ -228,7 +228,7 @@ def _room(tensors: Sequence[Tensor], backend: Backend) -> Tensor:
 
 
 def _parts(tensors: Sequence[Tensor], whole: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Each tensor and its part of the whole, in its shape."""
+    """Return each tensor and its part of the whole, in its shape."""
     parts = torch.split(whole, [tensor.numel() for tensor in tensors])
     return [(t, part.view(t.shape)) for t, part in zip(tensors, parts, strict=True)]
 
@@ -236,7 +236,7 @@ def _parts(tensors: Sequence[Tensor], whole: Tensor) -> list[tuple[Tensor, Tenso
 def taken_apart(
     tensors: Sequence[Tensor], backend: Backend, request: Callable[[Tensor], Any]
 ) -> Any:
-    """`request(into)` for flat memory of which some tensors get their parts in the end."""
+    """Return `request(into)` for flat memory, whose parts are copied to some tensors at the end."""
     tensors = list(map(memory_of, tensors))
     whole = adjacent(tensors)
     if whole is not None:
@@ -248,7 +248,7 @@ def taken_apart(
 
 
 def _ask(function: Any, given: Any, *arguments: Any, **options: Any) -> Any:
-    """The request of one of our collectives, of the memory of a tensor, if one is given."""
+    """Return the request of a Phalanx collective, on the memory of a tensor if one is given."""
     memory = memory_of(given) if isinstance(given, Tensor) else given
     return function.request(memory, *arguments, **options)
 
@@ -265,7 +265,7 @@ def _all_reduce(backend: Backend, s: Settings, tensors: Any) -> Asked:
 
 
 def _sparse_all_reduce(backend: Backend, s: Settings, tensor: Tensor) -> Request[Any]:
-    """The sum of sparse tensors: every rank gets the elements of all."""
+    """Return the sum of sparse tensors: every rank gets the elements of all."""
     if s.op not in (ReduceOp.SUM, ReduceOp.MEAN):
         raise UnsupportedOperationError(
             f"rank {backend.rank}: all_reduce of sparse tensors sums or averages, {s.op} is for "
@@ -415,7 +415,7 @@ def _all_to_all_single(
 
 
 def _elements(tensor: Tensor, rows: Sequence[int], backend: Backend) -> list[int]:
-    """How many elements of a tensor, which is cut along dim 0, go to each rank."""
+    """Return how many elements each rank gets of a tensor that is cut along dim 0."""
     size = backend.world_size
     first = tensor.shape[0] if tensor.dim() else 0
     if not rows:
@@ -437,7 +437,7 @@ def _elements(tensor: Tensor, rows: Sequence[int], backend: Backend) -> list[int
 
 
 def _each(row: Callable[..., Asked]) -> Callable[..., Asked]:
-    """The form of a row that takes lists of what that takes, and does one after the other."""
+    """Return a row's form for lists of its arguments: one request after the other."""
 
     def several(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Asked:
         if len(outputs) != len(inputs) or not inputs:

@@ -1,10 +1,10 @@
-"""Tensors that are not on the CPU: handed to the backend that the program names for their device.
+"""Tensors on other devices than the CPU: handed to the backend that the program names for them.
 
     init_process_group("cpu:phalanx,cuda:nccl")     and `new_group` of that world
 
 torch makes one backend for each device of such a name, but stops at one that is a `ProcessGroup`,
-as ours is up to torch 2.13. So ours makes those that torch has not made, each at the first tensor
-of its device, with torch's own function.
+as ours is up to torch 2.13. So ours makes the backends that torch has not made, each at the first
+tensor of its device, with torch's own function.
 
     a tensor on                             goes to
     the CPU                                 ours
@@ -52,7 +52,7 @@ c10d: Any = torch.distributed.distributed_c10d
 
 
 class Named(NamedTuple):
-    """What a program has named for the devices of one group.
+    """The backends that a program has named for the devices of one group.
 
     backends  kind of device -> name of its backend
     made      torch's group of those backends that it has made before ours; None if there are none
@@ -63,9 +63,9 @@ class Named(NamedTuple):
 
 
 def named_for_devices(rank: int) -> Named:
-    """What is named for the group that torch is about to make by calling us.
+    """Return the backends that are named for the group that torch is making by calling us.
 
-    torch does not tell a creator. They are variables of its function that calls the creator.
+    torch does not tell a creator: they are local variables of its function that calls the creator.
     Raises `UnsupportedOperationError` if another backend is named for the CPU.
     """
     torchs = variables_of_group_being_made()
@@ -84,12 +84,12 @@ def named_for_devices(rank: int) -> Named:
 
 
 def _written(backends: Mapping[str, str]) -> str:
-    """The backends as `init_process_group` takes them."""
+    """Return the backends as `init_process_group` takes them."""
     return ",".join(f"{kind}:{name}" for kind, name in backends.items())
 
 
 def tensors_in(arguments: Any) -> Iterator[Tensor]:
-    """The tensors among the arguments of a call, which may be lists of lists."""
+    """Yield the tensors among the arguments of a call, which may be lists of lists."""
     for argument in arguments:
         if isinstance(argument, Tensor):
             yield argument
@@ -105,20 +105,20 @@ class Other(NamedTuple):
 
     @classmethod
     def of(cls, group: ProcessGroup, kind: str) -> Other:
-        """For a kind of device."""
+        """Return the group for a kind of device."""
         return cls(group, backend_of(group, kind))
 
 
 class OtherDevices:
-    """What one rank's group does with tensors that are not on the CPU.
+    """One rank's part of a group for tensors that are not on the CPU.
 
     backend  ours; from now on it takes tensors only of the devices that are named with it
     options  what torch has given for the group; `backend_options` for other backends, too
     store    of the world that the group belongs to, where this is rank `world_rank`
 
     Every rank makes a backend at its own first tensor of the device. Then it waits for the others
-    as that backend does, for at most the group's timeout: Gloo for all ranks, while it is made;
-    NCCL for those that take part, in its first collective.
+    as that backend does, for at most the group's timeout: Gloo for all ranks, at its creation; NCCL
+    for those that take part, in its first collective.
     """
 
     def __init__(
@@ -154,9 +154,9 @@ class OtherDevices:
         return [torch.device(kind) for kind in dict.fromkeys(("cpu", *self.named))]
 
     def device(self, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> torch.device | None:
-        """Where the first tensor of a call is; None if the call is ours.
+        """Return the device of a call's first tensor; None if the call is ours.
 
-        A barrier has no tensor: it is for another backend if `device_ids` say so, and there is one.
+        A barrier has no tensor: it is for another backend if `device_ids` name one that exists.
         """
         tensor = next(tensors_in(arguments), None)
         device: torch.device | None = tensor.device if tensor is not None else None
@@ -169,7 +169,7 @@ class OtherDevices:
     # Calls ----------------------------------------------------------------------------------
 
     def call(self, name: str, op: str, device: torch.device, *arguments: Any, **named: Any) -> Any:
-        """Call torch's method `name` on the group of the device, and return what that does.
+        """Call torch's method `name` on the group of the device, and return its result.
 
         op   what errors call it
         """
@@ -189,11 +189,11 @@ class OtherDevices:
         return self.call(name, "coalescing", device, device)
 
     def message(self, name: str, tensors: Sequence[Tensor], *arguments: int) -> Any:
-        """The same for `send`, `recv` and `recv_anysource`.
+        """Call `send`, `recv` or `recv_anysource` on the group of the device.
 
-        NCCL wants the messages of one `batch_isend_irecv` together, or two ranks that send to each
-        other would wait for each other. torch up to 2.13 does so for its own groups only. So this
-        does: the last of them gives a work for all, the others None.
+        NCCL needs the messages of one `batch_isend_irecv` together: else two ranks that send to
+        each other would deadlock. torch up to 2.13 groups them only for its own process groups, so
+        this does it: the last of them gives a work for all, the others None.
         """
         device = tensors[0].device
         backend = self.backend_for(device, name).backend
@@ -211,10 +211,10 @@ class OtherDevices:
     # Making them ----------------------------------------------------------------------------
 
     def backend_for(self, device: torch.device, op: str) -> Other:
-        """The backend of the device. The first call makes it, which may block for other ranks.
+        """Return the backend of the device. The first call makes it, and may block for other ranks.
 
         Raises `UnsupportedOperationError` if none is named, `BackendUnavailableError` if it cannot
-        be made, and `CollectiveTimeoutError`, which says who has not come; the same one ever after.
+        be made, and `CollectiveTimeoutError`, which names the absent ranks, ever after.
         """
         kind = device.type
         if kind not in self._made:
@@ -250,7 +250,7 @@ class OtherDevices:
             self._making.remove(kind)
 
     def _make(self, kind: str) -> Other:
-        """What torch makes for the device, under a name and keys that all members know."""
+        """Return torch's group for the device, under a name and keys that all members know."""
         store = self._keys()
         store.set(f"{kind}/{self._rank}", "")
         group = make_part_of_group(
@@ -266,16 +266,17 @@ class OtherDevices:
         return Other.of(group, kind)
 
     def _keys(self) -> Any:
-        """Where this group's ranks meet for other backends. A store may outlive the group."""
+        """Return the store's part for this group's backends. A store may outlive the group."""
         times = times_met(self._store, self._world_rank)
         return c10d.PrefixStore(f"{NAME}/devices/{times}/{self._group.id:x}", self._store)
 
     # Errors ---------------------------------------------------------------------------------
 
     def _missing(self, kind: str, began: float) -> list[int]:
-        """Whom a call that began then has waited for: who has not begun to make the backend.
+        """Return the ranks that have not begun to make the backend; a call since `began` waits for
+        them.
 
-        Nobody, if it failed before the timeout passed, or torch has made the backend before ours.
+        Nobody, if it failed before the timeout, or torch has made the backend before ours.
         """
         missing = []
         if time.monotonic() - began >= ALMOST * self.timeout.total_seconds():
@@ -334,7 +335,7 @@ class OtherDevices:
             other.backend.set_timeout(timeout)
 
     def end(self) -> list[ProcessGroup]:
-        """Torch's groups that were made, each once; the caller ends them. None is made from now."""
+        """Return torch's groups that were made, each once; the caller ends them. Make no more."""
         groups = dict.fromkeys(other.group for other in self._made.values())
         self._made.clear()
         return list(groups)

@@ -1,4 +1,4 @@
-"""How the ranks of a group of torch's meet through its store: see native/meeting.py.
+"""The rendezvous of a group's ranks through torch's store: see native/meeting.py.
 
 Ranks that are all on one host meet on loopback.
 """
@@ -21,7 +21,7 @@ OP = "init_process_group"
 
 
 def times_met(store: Store, rank: int, *, more: int = 0) -> int:
-    """Return how often this rank has met here, and now `more` often: the same on all ranks."""
+    """Add `more` to the count of this rank's rendezvous here, the same on all ranks; return it."""
     return int(store.add(f"phalanx/count/{rank}", more))
 
 
@@ -31,8 +31,8 @@ def meet(
     """Return the backend of this rank among those that meet through `store`.
 
     `group` names it among groups that have the store in common. Blocks until all have come:
-    `CollectiveTimeoutError` names who has not in `timeout` seconds. `InvalidWorldSizeError` if
-    ranks disagree on their number; `AuthenticationError` if only some have a token, or the ranks
+    `CollectiveTimeoutError` names the absent ranks after `timeout` seconds. `InvalidWorldSizeError`
+    if ranks disagree on their number; `AuthenticationError` if only some have a token, or the ranks
     are on several hosts and have none; `MisuseError` if two processes are one rank;
     `BackendUnavailableError` for a store that is gone.
     """
@@ -59,7 +59,7 @@ def meet(
 
 
 def _toward(store: Store) -> Endpoint:
-    """Return what lies in the direction of the other ranks: the store's host, or MASTER_ADDR."""
+    """Return an address on the route to the other ranks: the store's host, or MASTER_ADDR."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     if hasattr(store, "host") and hasattr(store, "port"):
