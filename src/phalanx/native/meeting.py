@@ -1,23 +1,23 @@
-"""How the ranks of a group meet through a store, and whose word in it counts.
+"""The rendezvous of a group's ranks through a store, and which of its entries a rank believes.
 
-    every rank   counts how often it has met here; puts its presence: host, process, a nonce
-    rank 0       reads what all have put; listens; puts an answer for each rank, with its nonce
+    every rank   counts its rendezvous here; puts an announcement: host, process, a nonce
+    rank 0       reads all of them; listens; puts an answer for each rank, with its nonce
     the others   read theirs, and connect
 
 Keys carry the count, because a store may outlive the group: under torchrun a second
-`init_process_group` finds the keys of the first one. A word of an earlier start does not carry this
+`init_process_group` finds the keys of the first one. An entry of an earlier start lacks this
 start's nonce, so it is not believed.
 
-Who can write into the store decides what a word is worth (`Trust`):
+The possible writers of the store decide how far its entries are trusted (`Trust`):
 
-    door     the launcher's own store: who writes there has proved that he holds the token
-    sealed   torch's store, which anybody can write to, and PHALANX_TOKEN: each word has a seal,
+    door     the launcher's own store: its writers have proved that they hold the token
+sealed   torch's store, which anybody can write to, and PHALANX_TOKEN: each entry has a seal,
              HMAC-SHA256 over key, value, job, generation, group and the rank that writes it, and
-             its key is one that nobody finds without the token. Other words go for nothing
+             its key is one that nobody finds without the token. Others are ignored
     local    torch's store without a token: only addresses of this host are taken
-    all      PHALANX_TRUST_STORE=1 without a token: any address is, and a fresh token with it
+    all      PHALANX_TRUST_STORE=1 without a token: any address, and a fresh token with it
 
-No word becomes code: errors are made of a fixed table of classes, and text is shown as text.
+No entry becomes code: errors are made of a fixed table of classes, and text is shown as text.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ _MARK = "sealed"  # stands where a word would without a token, and says nothing
 def tries(deadline: float) -> Iterator[float]:
     """Yield the seconds left until `deadline` (of the monotonic clock), for each try until then.
 
-    The pauses between them become longer. What another process has to do first is tried in this
-    way, because a wait inside torch's store hears no signal.
+    The pauses between them become longer. This is how to wait for another process, because a wait
+    inside torch's store handles no signal.
     """
     pause = _FIRST_PAUSE
     while True:
@@ -76,17 +76,17 @@ def tries(deadline: float) -> Iterator[float]:
 
 
 def trust_in_torchs_store(environ: Mapping[str, str] = os.environ) -> Trust:
-    """Return what a word in a store of torch's is worth in this environment."""
+    """Return how far this environment trusts the entries of a store of torch's."""
     if find_token(environ):
         return "sealed"
     return "all" if environ.get(TRUST_VARIABLE, "") == "1" else "local"
 
 
 class Words:
-    """What the ranks of one group have put into a store.
+    """The entries of one group's ranks in a store.
 
-    scope     job, generation and group: a word of one goes for nothing in another
-    strange   how many words were ignored, of those that this rank has looked for
+    scope     job, generation and group: an entry of one is ignored in another
+    strange   how many of the entries that this rank has looked for were ignored
     """
 
     def __init__(self, store: Store, scope: Sequence[str | int], trust: Trust) -> None:
@@ -98,11 +98,11 @@ class Words:
         self._prefix = f"phalanx/{'/'.join(map(str, scope))}/"
 
     def count(self, rank: int) -> int:
-        """Return how often this rank has met here, with this time."""
+        """Return the number of this rank's rendezvous here, with this one."""
         return int(self._store.add(self._place(f"count/{rank}"), 1))
 
     def put(self, key: str, writer: int, text: str) -> None:
-        """Put a word of rank `writer`."""
+        """Put an entry of rank `writer`."""
         if not self._token:
             self._store.set(self._prefix + key, text)
             return
@@ -110,9 +110,9 @@ class Words:
         self._store.set(self._prefix + key, _MARK)
 
     def look(self, key: str, writer: int, seconds: float = 0.0) -> str | None:
-        """Return the word of rank `writer` at this key; None if there is none of its own.
+        """Return the entry of rank `writer` at this key; None if there is none of its own.
 
-        The launcher's store is asked to wait for it, so many seconds; others are not.
+        The launcher's store waits for it, at most `seconds`; others do not.
         """
         if self.trust == "door":
             return (self._store.wait(self._place(key), seconds) or b"").decode()
@@ -126,8 +126,9 @@ class Words:
         return None
 
     def look_beside(self, key: str, writer: int) -> bool:
-        """Return whether that rank has a token, where this rank has none. Where it has one, and
-        that rank another, or none, that counts as strange.
+        """Return whether that rank has a token, if this rank has none.
+
+        If this rank has one, and that rank another or none, that counts as strange.
         """
         found = self._read(self._prefix + key)
         if self._token and found and self.look(key, writer) is None:
@@ -165,9 +166,9 @@ class Words:
 
 
 class Presence(msgspec.Struct, frozen=True):
-    """What a rank puts into the store: where it is, and what it was told.
+    """A rank's entry in the store: its place, and its arguments.
 
-    nonce   random, of this one meeting
+    nonce   random, of this one rendezvous
     gpu     whether it has a GPU of its own, for NCCL
     """
 
@@ -179,7 +180,7 @@ class Presence(msgspec.Struct, frozen=True):
 
 
 class MeetingAnswer(msgspec.Struct, frozen=True):
-    """What rank 0 puts there for one rank: where it listens, or why it does not.
+    """Rank 0's entry for one rank: its address, or the reason why there is none.
 
     nonce   that of the rank which it answers
     token   of the mesh; "" for that of the environment, if it has one
@@ -206,10 +207,10 @@ _ERRORS: Mapping[str, type[DistributedError]] = MappingProxyType(
 
 
 class Meeting:
-    """One rank's part in one meeting: `come()`, then `tell()`, on every rank.
+    """One rank's part in one rendezvous: `come()`, then `tell()`, on every rank.
 
     timeout   seconds for both
-    op        what the user has called, for errors
+    op        the user's call, for errors
     """
 
     def __init__(
@@ -236,11 +237,11 @@ class Meeting:
         return self.deadline - time.monotonic()
 
     def come(self) -> bool:
-        """Say that this rank is here. On rank 0 wait for all, and return whether all are on one
-        host. What is wrong there is told to the others.
+        """Announce this rank. On rank 0 wait for all, and return whether all are on one host.
 
-        `CollectiveTimeoutError` names who has not come. `MisuseError` if two processes are one
-        rank, `InvalidWorldSizeError` if ranks disagree on their number.
+        Rank 0 tells the others of a problem there. `CollectiveTimeoutError` names the absent ranks.
+        `MisuseError` if two processes are one rank, `InvalidWorldSizeError` if ranks disagree on
+        their number.
         """
         with self._use_store():
             return self._come_first()
@@ -271,8 +272,9 @@ class Meeting:
         return one_host
 
     def tell(self, address: str = "", token: str = "") -> MeetingAnswer:
-        """As rank 0, tell all ranks this address, and this token if the store is trusted with one.
-        Return what rank 0 has told. Blocks until it has; raises what `fail` has told.
+        """As rank 0, tell all ranks this address, and the token if the store may have one.
+
+        Return rank 0's answer. Blocks until it is there; raises the error of `fail`.
         """
         with self._use_store():
             return self._hear() if self.rank else self._tell(address, token)
@@ -286,7 +288,7 @@ class Meeting:
         return answer
 
     def fail(self, error: DistributedError) -> None:
-        """As rank 0, tell all that have come why they do not meet."""
+        """As rank 0, tell all ranks that have come why the rendezvous fails."""
         kind, peer = type(error).__name__, error.peer or 0
         answer = MeetingAnswer(error=kind, reason=str(error)[:_LONGEST_TEXT], peer=peer)
         for rank in range(1, self.world_size):
@@ -322,7 +324,7 @@ class Meeting:
         return f"{self._count}/{what}"
 
     def _await(self, rank: int) -> Presence:
-        """Return what `rank` has put there. Blocks until it has."""
+        """Block until `rank` has put its entry there; return it."""
         for found in self._looks(rank, self._key(rank)):
             other = _decode(found, Presence)
             if other is not None:
@@ -340,7 +342,7 @@ class Meeting:
             )
 
     def _hear(self) -> MeetingAnswer:
-        """Return rank 0's answer to this rank, and to this coming of it."""
+        """Return rank 0's answer to this rank's announcement."""
         for found in self._looks(0, self._key(f"answer/{self.rank}")):
             answer = _decode(found, MeetingAnswer)
             if answer is None or answer.nonce != self._own.nonce:
@@ -356,7 +358,7 @@ class Meeting:
         raise self._nobody(0)
 
     def _looks(self, writer: int, key: str) -> Iterator[str]:
-        """Yield what `writer` has put at `key`, as often as it is looked at until the deadline."""
+        """Yield the entry of `writer` at `key`, once a try, until the deadline."""
         beside = time.monotonic() + _AGAIN
         for left in tries(self.deadline):
             found = self.words.look(key, writer, min(left, _AGAIN))
@@ -431,7 +433,7 @@ _T = TypeVar("_T", Presence, MeetingAnswer)
 
 
 def _is_here(address: str) -> bool:
-    """Return whether an address is one that only this host can reach."""
+    """Return whether only this host can reach an address."""
     try:
         return is_loopback(parse_address(address).host)
     except ValueError:
@@ -439,7 +441,7 @@ def _is_here(address: str) -> bool:
 
 
 def _decode(text: str, kind: type[_T]) -> _T | None:
-    """Return what a word says; None if it is no such word."""
+    """Return the message in an entry; None if it is none of this kind."""
     try:
         return msgspec.json.decode(text, type=learned(kind))
     except (msgspec.MsgspecError, UnicodeError, RecursionError):

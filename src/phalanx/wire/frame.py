@@ -13,7 +13,7 @@ behind a large tensor. Every frame is a fixed little-endian header and its paylo
     length       bytes of payload in this frame
     group        which group of ranks
     number       collective: its sequence number in the group; point-to-point: its tag
-    fingerprint  hash of the operation, the same on every rank that takes part
+    fingerprint  hash of the operation, the same on every participating rank
     total        bytes of the whole message
     offset       where in the message this payload belongs
 
@@ -45,7 +45,7 @@ class FrameError(Exception):
 
 
 class Kind(enum.IntEnum):
-    """What a frame is about. Those from `CANCEL` on are control frames, whole in one frame."""
+    """The subject of a frame. Kinds from `CANCEL` on are control frames: one frame each."""
 
     COLLECTIVE = 1  # part of a message of a collective
     POINT_TO_POINT = 2  # part of a message that a user's send() sent
@@ -75,7 +75,7 @@ class Channel(NamedTuple):
 
 
 class Header(NamedTuple):
-    """One frame's header, decoded."""
+    """The decoded header of one frame."""
 
     channel: Channel
     fingerprint: int
@@ -87,13 +87,13 @@ class Header(NamedTuple):
 def pack_header(
     channel: Channel, *, fingerprint: int = 0, length: int = 0, total: int = 0, offset: int = 0
 ) -> bytes:
-    """The 52 bytes before a payload of `length` bytes."""
+    """Return the 52 bytes before a payload of `length` bytes."""
     group, kind, number = channel
     return _HEADER.pack(MAGIC, VERSION, kind, 0, length, group, number, fingerprint, total, offset)
 
 
 def unpack_header(data: bytes | bytearray | memoryview, position: int = 0) -> Header:
-    """The header at `position`. Raises `FrameError` for anything that cannot be one."""
+    """Return the header at `position`. Raise `FrameError` for anything that cannot be one."""
     magic, version, kind, zero, length, group, number, fingerprint, total, offset = (
         _HEADER.unpack_from(data, position)
     )
@@ -115,22 +115,22 @@ def unpack_header(data: bytes | bytearray | memoryview, position: int = 0) -> He
 
 
 class Sink(Protocol):
-    """Where the payload of one message goes, piece by piece, in order."""
+    """The memory for one message's payload, filled piece by piece, in order."""
 
     def space(self) -> memoryview:
-        """Room for the next bytes; never empty before the message is complete."""
+        """Return room for the next bytes; never empty before the message is complete."""
         ...
 
     def advance(self, count: int) -> None:
-        """`count` bytes were written at the start of `space()`."""
+        """Count `count` bytes as written at the start of `space()`."""
         ...
 
 
 class FrameReceiver(Protocol):
-    """Receives what a `FrameDecoder` finds."""
+    """The receiver of a `FrameDecoder`'s frames."""
 
     def message(self, header: Header, whole: memoryview | None) -> Sink | bool:
-        """A frame of a message begins; returns its sink, or False to be asked again later.
+        """Return the sink of a frame that begins, or False to be asked again later.
 
         whole   the message, if it is here in one piece; memory valid for this call. Then the answer
                 may be True: it is taken
@@ -138,7 +138,7 @@ class FrameReceiver(Protocol):
         ...
 
     def control(self, header: Header, payload: bytes) -> None:
-        """A whole control frame came."""
+        """Take a whole control frame."""
         ...
 
 
@@ -167,7 +167,7 @@ class FrameDecoder:
         self.received: Callable[[int], object] = frames.send
 
     def space(self) -> memoryview:
-        """Where to write the next bytes. Empty only while `paused`."""
+        """Return the memory for the next bytes. Empty only while `paused`."""
         if self._sink is not None:
             return self._sink.space()[: self._left]
         if self._begin == self._end:
@@ -179,7 +179,7 @@ class FrameDecoder:
         return self._staging[self._end :]
 
     def _read_frames(self) -> Generator[None, int, None]:
-        """All frames, one after the other. Yields for bytes, and is sent how many came."""
+        """Read all frames, one after the other. Yield for bytes, and receive how many came."""
         receiver, staging = self._receiver, self._staging
         while True:
             while self.paused or self._end - self._begin < HEADER_SIZE:
