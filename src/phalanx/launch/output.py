@@ -34,9 +34,9 @@ class RankLines:
         rank 0: "los"   rank 1: "hello\n"   rank 0: "s 3\n"
         -> "[rank 1] hello\n"  "[rank 0] loss 3\n"
 
-    Bytes go through as they are, whatever their encoding. A reader that has gone away is no
-    error: the ranks go on. `finish()` passes on what has no end of line. `last` gets the end of
-    what each rank has written last.
+    Bytes go through as they are, whatever their encoding. A reader that has gone away is no error:
+    the ranks go on. `finish()` passes on what has no end of line. `last` gets the end of each
+    rank's latest output.
     """
 
     def __init__(self, descriptor: int, last: dict[int, bytes] | None = None) -> None:
@@ -45,7 +45,7 @@ class RankLines:
         self._begun: dict[int, bytes] = {}
 
     def write(self, rank: int, data: bytes) -> None:
-        """Take what `rank` has written, any part of it."""
+        """Take a piece of the output of `rank`."""
         lines, newline, rest = (self._begun.pop(rank, b"") + data).rpartition(b"\n")
         if len(rest) >= LONGEST_LINE:
             lines, newline, rest = lines + newline + rest, b"\n", b""
@@ -57,7 +57,7 @@ class RankLines:
             self._pass_on(prefix + lines.replace(b"\n", b"\n" + prefix) + b"\n")
 
     def finish(self) -> None:
-        """Pass on the lines that have begun, as whole ones."""
+        """Pass on unfinished lines as whole ones."""
         for rank in list(self._begun):
             self.write(rank, b"\n")
 
@@ -75,7 +75,7 @@ class RankLines:
 
 
 class LiveRankLines:
-    r"""The same for a stream that is an object, and a line that is still written over with "\r".
+    r"""`RankLines` for a stream that is an object, with lines that are rewritten after "\r".
 
         rank 0: "\r 10%"      rank 1: "hello\n"                       rank 0: "\r 20%\n"
         -> "[rank 0]  10%"    "\r[rank 1] hello\n" "[rank 0]  10%"    "\r[rank 0]  20%\n"
@@ -94,7 +94,7 @@ class LiveRankLines:
         self._owner = -1  # its rank
 
     def write(self, rank: int, data: bytes) -> None:
-        """Take what `rank` has written, any part of it."""
+        """Take a piece of the output of `rank`."""
         text = self._begun.pop(rank, "") + self._decoders[rank].decode(data)
         *lines, rest = _MOVES.sub("", text).split("\n")
         if len(rest) >= LONGEST_LINE:
@@ -110,7 +110,7 @@ class LiveRankLines:
         self._pass_on("".join(f"{prefix}{_seen(line)}\n" for line in lines), live)
 
     def finish(self) -> None:
-        """Pass on the lines that have begun, as whole ones."""
+        """Pass on unfinished lines as whole ones."""
         for rank in list(self._begun):
             self.write(rank, b"\n")
 
@@ -137,15 +137,15 @@ _MOVES = re.compile(r"\x1b\[A\n|\x1b\[\?25[hl]")  # up and down again; and hide 
 
 
 def _seen(line: str) -> str:
-    """Return what a terminal shows of `line` when all of it has been written."""
+    """Return the text that a terminal shows after all of `line` is written."""
     return line.rstrip("\r").rpartition("\r")[2]
 
 
 class RankPipes:
-    """Shows what ranks write to their standard output and errors, until `close()`; in a thread.
+    """A thread that shows the ranks' standard output and errors, until `close()`.
 
-    `out` and `err` are those of this process: descriptors, or streams. `last` holds the end of what
-    each rank has written last; not of a rank that writes to streams.
+    `out` and `err` are those of this process: descriptors, or streams. `last` holds the end of each
+    rank's latest output; not of a rank that writes to streams.
     """
 
     def __init__(self, out: int | TextIO, err: int | TextIO) -> None:
@@ -179,9 +179,9 @@ class RankPipes:
         return writers[0], writers[1]
 
     def close(self, give_up: Callable[[], bool] = lambda: False) -> bool:
-        """Pass on all that has been written, and close the pipes; return whether that is done.
+        """Pass on all output, and close the pipes; return whether that is done.
 
-        It is not where `give_up()` is true before, while the reader of the output takes nothing.
+        It is not if `give_up()` is true before, while the reader of the output takes nothing.
         """
         if self._writer >= 0:
             os.close(self._writer)  # which wakes the thread
@@ -210,7 +210,7 @@ class RankPipes:
         self._selector.close()
 
     def _take(self, key: selectors.SelectorKey) -> bool:
-        """Pass on one piece of what is in a pipe; return whether there was one."""
+        """Pass on one piece from a pipe; return whether there was one."""
         try:
             data = os.read(key.fd, _PIECE)
         except BlockingIOError:
