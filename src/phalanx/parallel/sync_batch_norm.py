@@ -26,23 +26,23 @@ from phalanx.errors import UnsupportedOperationError
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch norm whose statistics in training are those of all ranks' batches together.
+    """Batch norm with the statistics of all ranks' batches together in training.
 
     num_features   C of inputs (N, C), (N, C, L), (N, C, H, W) or (N, C, D, H, W)
     backend        the ranks whose batches are one; not copied by `deepcopy`
-    label          which layer it is, in errors: two ranks that are in different ones are told so.
+    label          the layer's name in errors, if two ranks are in different ones.
                    `convert_sync_batchnorm` names it after its place in the model
     the others     as torch's `BatchNorm2d` has them
 
     N may differ between ranks, and be 0 on some. Outputs, running statistics and the gradients of
-    inputs are what plain batch norm gives for the joined batch. The gradients of `weight` and
-    `bias` are this rank's part of the sum: DDP averages them like all others. The gradient that
-    goes back through it is that of the sum of all ranks' losses, so a loss that is to be weighted
-    is weighted before `backward` (as `DDP.weighted` does).
+    inputs are those of plain batch norm on the joined batch. The gradients of `weight` and `bias`
+    are this rank's part of the sum: DDP averages them like all others. The gradient that goes back
+    through it is that of the sum of all ranks' losses, so weight a loss before `backward` (as
+    `DDP.weighted` does).
 
     In training every rank has to call it, in the same order, and to go back through it if one does:
     it costs a message of 2C+1 float64 numbers forward (an all_gather), and one of 2C backward (an
-    all_reduce) where the input needs a gradient. In eval mode nothing is sent. With DDP on the same
+    all_reduce) if the input needs a gradient. In eval mode nothing is sent. With DDP on the same
     backend these messages queue behind gradients; on a subgroup of all ranks they overtake them,
     and only then may some ranks leave out parameters between two such layers.
 
@@ -70,7 +70,7 @@ class SyncBatchNorm(_BatchNorm):
         self.label = "SyncBatchNorm"
 
     def forward(self, input: Tensor) -> Tensor:
-        """The normalized input, of its shape and dtype. Blocks, in training, for all ranks."""
+        """Return the normalized input, of its shape and dtype. In training, block for all ranks."""
         self._check_input_dim(input)
         if not self.training:
             own = self.running_mean, self.running_var, self.weight, self.bias
@@ -89,7 +89,6 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _track(self, joined: _Statistics) -> None:
-        """Update the running statistics."""
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         if self.running_mean is None or self.running_var is None or joined.m == 0:
@@ -119,7 +118,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Statistics(NamedTuple):
-    """Of the values of a batch, by channel; float64.
+    """Statistics of the values of a batch, by channel; float64.
 
     mu   [C]  the mean
     s    [C]  the sum of squared deviations from it
@@ -132,7 +131,7 @@ class _Statistics(NamedTuple):
 
 
 def _statistics(x: Tensor) -> _Statistics:
-    """This rank's part, by the corrected two-pass algorithm (Chan et al. 1983)."""
+    """Return this rank's part, by the corrected two-pass algorithm (Chan et al. 1983)."""
     m = x.numel() // max(1, x.shape[1])
     if m == 0:
         nothing = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
@@ -147,7 +146,7 @@ def _statistics(x: Tensor) -> _Statistics:
 
 
 def _join(mine: _Statistics, backend: Backend, label: str) -> _Statistics:
-    """All ranks' statistics as one (Chan et al. 1979, for many parts at once)."""
+    """Return all ranks' statistics as one (Chan et al. 1979, for many parts at once)."""
     c = len(mine.mu)
     row = torch.cat([mine.mu, mine.s, mine.mu.new_tensor([mine.m])])
     rows = all_gather(row.unsqueeze(0), backend, label=label)
@@ -186,7 +185,7 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """With l the sum of all ranks' losses, and sums over all ranks' m values:
+        """Return gradients; with l the sum of all ranks' losses, and sums over all ranks' m values:
 
         dl/dx = gamma / sigma * (dl/dy - sum(dl/dy) / m - x_hat * sum(dl/dy * x_hat) / m)
         """
@@ -216,7 +215,7 @@ def _but_channels(x: Tensor) -> list[int]:
 
 
 def _wide_dtype(x: Tensor) -> torch.dtype:
-    """To compute with: float64, or float32."""
+    """Return the dtype to compute with: float64, or float32."""
     return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
@@ -225,7 +224,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _as(values: Tensor, x: Tensor) -> Tensor:
-    """One value for each channel, of a shape and dtype to combine with `_wide(x)`."""
+    """Return one value for each channel, of a shape and dtype to combine with `_wide(x)`."""
     return values.to(_wide_dtype(x)).view(1, -1, *[1] * (x.dim() - 2))
 
 
@@ -233,7 +232,7 @@ def _as(values: Tensor, x: Tensor) -> Tensor:
 
 
 def convert_sync_batchnorm(module: nn.Module, backend: Backend) -> nn.Module:
-    """The module with a `SyncBatchNorm` in the place of each `BatchNorm1d`, `2d` and `3d`.
+    """Replace each `BatchNorm1d`, `2d` and `3d` of a module by a `SyncBatchNorm`.
 
     Works in place, and returns the module (if it is itself a batch norm, the one that replaces it).
     A replacement has the same parameters, buffers, hooks, mode and settings: the same objects, so
