@@ -1,18 +1,18 @@
-"""Scalars: means over the ranks of what a training logs, written by rank 0, off the step's path.
+"""Scalars: a training's logged numbers, as means over the ranks, written by rank 0 in threads.
 
     with phalanx.Scalars(backend, to=["jsonl:runs/a.jsonl", "tensorboard:runs/a"]) as scalars:
         for step in range(first, steps):
             loss = train(step)
             scalars.log(step, loss=loss, lr=rate)
 
-With every=3, the calls of every rank, and what becomes of them:
+With every=3, the calls of every rank, and their effects:
 
     log(0)  log(1)  log(2)        log(3)        log(4)                 ...
     |---- a window -----| close    begin         read: a record of step 2
                         |          async_all_reduce_ of the window's sums and counts
                         numbers on a device start on their way to the host
 
-Nobody waits for an exchange that began a whole step ago, nor for a device to finish the step that
+No rank waits for an exchange that began a whole step ago, nor for a device to finish the step that
 is under way. A thread of rank 0 for each target writes.
 """
 
@@ -47,13 +47,13 @@ PATIENCE = 120.0
 
 
 class Writer(Protocol):
-    """Writes records, in the order of their steps. Raises what the file or logger raises."""
+    """Writes records, in the order of their steps. Raises the errors of the file or logger."""
 
     def write(self, step: int, means: Mapping[str, float]) -> None:
         """Write the record of a step."""
 
     def close(self) -> None:
-        """Write what is left, and let go of it."""
+        """Write the rest, and close the target."""
 
 
 WriterFactory = Callable[[str, int], Writer]
@@ -64,23 +64,22 @@ class Scalars:
     """Means of numbers over ranks and steps, in files and loggers.
 
     backend  the ranks that log together; every one of them makes a Scalars, which makes a group
-    to       where rank 0 writes: "jsonl:FILE", "tensorboard:FOLDER", "mlflow:TRACKING_URI",
+    to       targets of rank 0: "jsonl:FILE", "tensorboard:FOLDER", "mlflow:TRACKING_URI",
              "wandb:offline" or "wandb:online", "trackio". More than one, or none
-    every    calls of `log` that are one record
+    every    number of calls of `log` in a record
     name     of the run, for loggers that have runs; by default the program's
 
-    A record is the mean of all that was logged under a name since the last record, on all ranks; it
-    belongs to the last step that it is of. Means are added up in float64. NaN is written as NaN.
+    A record is the mean of all values logged under a name since the last record, on all ranks; it
+    belongs to the last of their steps. Means are added up in float64. NaN is written as NaN.
 
-    The first step that is logged says where this process goes on: what was written of that step and
-    of later ones is dropped, so that no step is there twice (`ops/loggers.py` says how; to
-    wandb, a run that resumes is another run). So a window that a checkpoint cuts is lost in part:
-    save after multiples of `every` steps.
+    At the first logged step, earlier records of that step and of later ones are dropped, so that no
+    step is there twice (see `ops/loggers.py`; to wandb, a run that resumes is another run). So a
+    window that a checkpoint cuts is lost in part: save after multiples of `every` steps.
 
-    What cannot be written (a full disk, no server) is a warning in the log, once for each target;
+    A failure to write (a full disk, no server) is a warning in the log, once for each target;
     training goes on, and so does the next record.
 
-    Raises, before anything is sent, ValueError for what is no target, or the same one twice, and
+    Raises, before anything is sent, ValueError for an unknown target, or the same one twice, and
     for an `every` below 1; TypeError for a `to` that is no list; ModuleNotFoundError for a logger's
     package that is missing; and on all ranks `DesyncError` for ranks that differ in these.
     """
@@ -130,12 +129,12 @@ class Scalars:
         step     its number, larger than the one before; with the same steps on every rank
         values   numbers, and tensors of one element, which may be changed afterwards
 
-        Also calls `backend.progress.log`, with what is on the host.
+        Also calls `backend.progress.log`, with the values on the host.
 
-        Blocks only while other ranks are a whole step behind. TypeError for what is no number,
-        ValueError for a tensor of several, or a step that does not grow. In a later call, and on
-        every rank, `DesyncError` for ranks that log other names or steps, with both;
-        and as `all_reduce` does.
+        Blocks only while other ranks are a whole step behind. TypeError for a value that is no
+        number, ValueError for a tensor of several, or a step that does not grow. In a later call,
+        and on every rank, `DesyncError` for ranks that log other names or steps, with both; and as
+        `all_reduce` does.
         """
         if not self._is_open:
             raise MisuseError(f"rank {self._backend.rank}: log() of a Scalars that is closed")
@@ -153,7 +152,7 @@ class Scalars:
             self._close_window()
 
     def _advance(self) -> None:
-        """Read the exchange that is over, and begin the next."""
+        """Read a finished exchange, and begin the next."""
         if self._exchanged is not None:
             window, exchange = self._exchanged
             self._exchanged = None
@@ -174,8 +173,9 @@ class Scalars:
         self._closed, self._window = self._window, _Window()
 
     def close(self) -> None:
-        """Write what was logged since the last record, too. Every rank calls it; blocks until rank
-        0 has written, but for 120 s at most. A second call does nothing."""
+        """Write the values logged since the last record, too. Every rank calls it; blocks until
+        rank 0 has written, but for 120 s at most. A second call does nothing.
+        """
         if not self._is_open or self._backend.forked:
             return
         self._is_open = False
@@ -205,7 +205,7 @@ class Scalars:
 
 
 class _Window:
-    """What this rank has logged for one record."""
+    """This rank's values for one record."""
 
     def __init__(self) -> None:
         self.first = self.step = self.calls = 0
@@ -216,7 +216,7 @@ class _Window:
         self._on_the_way: list[tuple[str, Tensor, Any]] = []
 
     def add(self, step: int, values: dict[str, SupportsFloat], rank: int) -> dict[str, float]:
-        """Add the numbers of a call; returns those that are on the host. All or none."""
+        """Add the numbers of a call; return those that are on the host. All or none."""
         host: dict[str, float] = {}
         devices: dict[str, Tensor] = {}
         for name, value in values.items():
@@ -261,9 +261,9 @@ class _Window:
             self._on_the_way.append((name, copied, event))
 
     def sums(self) -> Tensor:
-        """The number of calls; then sum and count under each name, in the order of the names.
+        """Return the number of calls; then sum and count under each name, in their order.
 
-        So a rank that has logged no name sends something, too, which others can compare.
+        So a rank without names sends something, too, which others can compare.
         """
         for name, copied, event in self._on_the_way:
             if event is not None:
@@ -274,7 +274,7 @@ class _Window:
         return torch.tensor([(self.calls, 0), *pairs], dtype=torch.float64)
 
     def means(self, sums: Tensor) -> dict[str, float]:
-        """The means, from the sums and counts of all ranks."""
+        """Return the means, from the sums and counts of all ranks."""
         return {
             name: total / count
             for name, (total, count) in zip(self.names, sums.tolist()[1:], strict=True)
@@ -292,7 +292,7 @@ _Record = tuple[int, int, dict[str, float]]
 
 
 class _Target:
-    """Where rank 0 writes: records go to a thread of its own, since to write may take long."""
+    """A target of rank 0, written in a thread of its own, since writing may take long."""
 
     def __init__(self, to: str, make: WriterFactory, name: str) -> None:
         self.records: queue.SimpleQueue[_Record | None] = queue.SimpleQueue()
@@ -330,7 +330,7 @@ class _Target:
             )
 
     def finish(self) -> None:
-        """Let the thread write what it has, and end."""
+        """Let the thread write its records, and end."""
         self.records.put(None)
         self._thread.join(PATIENCE)
         if self._thread.is_alive():
