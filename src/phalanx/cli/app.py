@@ -211,7 +211,7 @@ def doctor_command(
 
 
 def run_checks(checks: Sequence[Check], *, as_json: bool) -> int:
-    """Run the checks, showing each as it ends, or all as JSON; return the exit code.
+    """Run the checks; show each as it ends, or all as JSON; return the exit code.
 
     On a terminal stderr shows which check is under way.
     """

@@ -171,7 +171,7 @@ def bench_command(
 
 
 def _run_and_show(report: BenchReport) -> bool:
-    """Whether this process has the report. What there is when it fails is shown, too."""
+    """Run and show the report; return whether this process has it. A failed one is shown, too."""
     from rich.console import Console  # noqa: PLC0415
     from rich.measure import Measurement  # noqa: PLC0415
 
