@@ -195,7 +195,7 @@ class RankStopped(BaseException):
 
 
 # ------------------------------------------------------------------------------
-# What others have written, in an error or on a terminal
+# Other processes' text, in an error or on a terminal
 
 LONGEST_TEXT = 400  # characters of one text
 _STYLES = re.compile(r"\x1b\[[0-9;?]{0,16}[A-Za-z]")

@@ -202,4 +202,4 @@ def _closing(descriptor: int, path: str) -> Iterator[int]:
             with suppress(OSError):  # the first error is the one to report
                 os.close(descriptor)
             raise
-        os.close(descriptor)  # where a network file system may report that it had no room
+        os.close(descriptor)  # a network file system may report only here that it had no room

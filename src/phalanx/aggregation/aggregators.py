@@ -203,7 +203,7 @@ class CompressedAggregator(GradientAggregator):
 
 
 # ------------------------------------------------------------------------------
-# Whether all ranks give lists of gradients alike.
+# Comparison of the ranks' lists of gradients.
 
 
 def check_same_list(
@@ -270,7 +270,7 @@ def unbucketed(buckets: Iterable[GradientBucket]) -> list[Tensor]:
 # (Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server".)
 #
 # `serve` and `connect` are the service: servers that do nothing else, and workers that push and
-# pull as they like. See `parameter_server/`.
+# pull at any time. See `parameter_server/`.
 
 SERVER = 0
 

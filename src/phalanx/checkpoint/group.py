@@ -15,7 +15,7 @@ from phalanx.core.backend import Backend, SubBackend
 from phalanx.tensor.layer import ParallelLayer
 
 T = TypeVar("T")
-_LONGEST = 4000  # characters of an error, which may quote what was in a file
+_LONGEST = 4000  # characters of an error, which may quote a file
 _TIMEOUT = 600.0  # seconds: disks are slow, and not all are equally slow
 _SHARED = (errors.CheckpointError, errors.MisuseError, errors.UnsupportedOperationError)
 
@@ -132,7 +132,7 @@ def group_for(
 #   rank 1   tensor 1   data 0  --\
 #   rank 3   tensor 1   data 1  --/  folder/tensor1
 #
-# Saved together, parts of equal shapes would be taken for replicas, of which only one is written.
+# Saved together, parts of equal shapes would count as replicas, of which only one is written.
 
 
 def _check_layer_parts_apart(

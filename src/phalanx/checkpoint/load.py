@@ -197,7 +197,7 @@ class _Load:
 
 
 # ------------------------------------------------------------------------------
-# Whether a checkpoint fits, and what of it this rank reads
+# The fit of a checkpoint, and this rank's part of it
 #
 # A generator for each thing to load into. It raises `CheckpointMismatchError`, or requests tensors
 # from the reader and yields the names in the checkpoint that are not here. When all ranks have read

@@ -30,7 +30,7 @@ MOST_BYTES = 1 << 30  # of a manifest
 BLOCKS = range(1 << 10, (1 << 26) + 1)  # bytes that may share a checksum
 _T = TypeVar("_T")
 
-# What is read is bounded before it is computed with.
+# Numbers from a file are bounded before computing with them.
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=DIMENSIONS)]
 

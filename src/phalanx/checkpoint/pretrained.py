@@ -208,7 +208,7 @@ def _renamed(entries: Mapping[str, TensorEntry], rename: Rename | None) -> dict[
 
 
 # ------------------------------------------------------------------------------
-# Which elements of the whole a rank has
+# A rank's elements of the whole
 #
 #     a weight of 2 x 6, cut along dim 1, rank 1 of 2      0 1 2 [3 4 5]
 #                                                          6 7 8 [9 10 11]

@@ -62,7 +62,7 @@ class RankDescription(msgspec.Struct):
 
 
 # ------------------------------------------------------------------------------
-# What a rank could write
+# The tensors that a rank could write
 
 
 class LocalTensors:
@@ -106,7 +106,7 @@ class LocalTensors:
         return to_json(value, path, keep)
 
 
-# Of what an optimizer keeps for a parameter,
+# Of an optimizer's state for a parameter,
 #
 #     tensors of the parameter's shape      are sharded like it: momentum, Adam's averages
 #     values without other tensors          are the same for every shard: the number of steps, text

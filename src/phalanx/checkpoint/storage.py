@@ -210,15 +210,15 @@ def _holder(folder: str) -> str:
 #     out                  what was asked for; it may be there already if it is empty
 #     .out.unfinished      beside it, locked (flock) while it is written, then renamed to `out`
 #
-# What a killed process left of it is removed. Only a folder of this user is taken for one, in which
-# there is nothing but what is exported.
+# The rest of a killed process is removed: only from a folder of this user, in which there are only
+# exported files.
 
 _EXPORTED = re.compile(
     r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json"
     r"|\.metadata(\.tmp)?|__\d+_\d+_\d+\.distcp",
     re.ASCII,
 )
-_NO_FOLDER_LOCKS = _NO_LOCKS | {errno.EBADF}  # of NFS, which locks what is open for writing only
+_NO_FOLDER_LOCKS = _NO_LOCKS | {errno.EBADF}  # of NFS, which locks only files open for writing
 
 
 @contextmanager
@@ -244,7 +244,7 @@ def new_folder(path: str, nbytes: int, names: Collection[str] = ()) -> Iterator[
         def remove_ours() -> list[str]:
             return files.remove_in(at, lambda name: name in names or _EXPORTED.fullmatch(name))
 
-        if others := remove_ours():  # left over: the lock says that nobody writes them
+        if others := remove_ours():  # left over: by the lock, no process writes them
             raise CheckpointError(
                 f"{unfinished} has {plain(others[0])}, which no export has left there: move it away"
             )

@@ -66,7 +66,7 @@ def _options(
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Everything after the script is the script's, whatever it looks like.
+# Every word after the script is the script's, even one that looks like an option.
 app.command("run", context_settings={"allow_interspersed_args": False})(run_command)
 
 

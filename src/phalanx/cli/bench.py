@@ -45,7 +45,7 @@ _WIDEST = 1000
 """Characters of a line."""
 
 
-# What is requested by a word that takes some explaining. The rest is in the command's signature.
+# Options whose words need an explanation. The others are in the command's signature.
 
 Operations = Annotated[
     list[str] | None,
@@ -183,7 +183,7 @@ def _run_and_show(report: BenchReport) -> bool:
             return run_bench(report, status.update)
     finally:
         console = Console(highlight=False)
-        for table in tables(report):  # whole, also where it goes to a file
+        for table in tables(report):  # whole, even in a file
             wanted = Measurement.get(console, console.options.update_width(_WIDEST), table).maximum
             console.width = max(console.width, wanted)
             console.print(table)

@@ -284,7 +284,7 @@ def import_command(
 
 
 # ------------------------------------------------------------------------------
-# What the commands share
+# Common parts of the commands
 
 
 def _done(what: str, attempt: Callable[[], _T]) -> _T:

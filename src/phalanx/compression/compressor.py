@@ -33,7 +33,7 @@ from xxhash import xxh3_64_intdigest
 from phalanx.errors import UnsupportedOperationError
 
 # ------------------------------------------------------------------------------
-# Requests: what the members of an average do together, as data that somebody else carries out. The
+# Requests: the common operations of an average's members, as data for an executor. The
 # arithmetic knows no rank and no backend: a test plays all members in one thread.
 
 
@@ -205,7 +205,7 @@ def strip_prefix(prefix: str, state: State) -> dict[str, Tensor]:
 
 
 # ------------------------------------------------------------------------------
-# Residuals: what a compressor leaves out.
+# Residuals: the values that a compressor leaves out.
 
 
 class ResidualStore:
@@ -418,7 +418,7 @@ def narrowed(values: Tensor, dtype: torch.dtype, parts: int = 1) -> Tensor:
         return values
     most = torch.finfo(dtype).max / (parts + 1 if parts > 1 else 1)  # sums are rounded
     most = min(most, torch.finfo(values.dtype).max)
-    if values.device.type == "cpu" and values.numel():  # where to look first costs no wait
+    if values.device.type == "cpu" and values.numel():  # where a check costs no wait
         low, high = values.aminmax()  # NaN, if there is one
         if -most <= low and high <= most:
             return values.to(dtype, copy=True)

@@ -181,7 +181,7 @@ def _owned_slices(
 
 
 # ------------------------------------------------------------------------------
-# Residuals in a state dict: their keys, and what becomes of them with another number of members.
+# Residuals in a state dict: their keys, and their use by another number of members.
 #
 #   residual.<name>              what a member has left out of its gradient
 #   owned.<start>-<stop>.<name>  what it has left out of the mean of these elements of the gradient
@@ -190,7 +190,7 @@ def _owned_slices(
 # An average lacks  sum over p members of residual / p  +  sum of owned.  Of q members each gets an
 # equal share of that, so that it lacks as much afterwards.
 #
-# Where gradients are cut into shards before they are averaged, a member knows slices of them only:
+# If gradients are cut into shards before they are averaged, a member knows only slices of them:
 # then <name> is <start>-<stop>.<name>, elements start:stop of that gradient.
 
 RESIDUAL, OWNED, INNER = "residual.", "owned.", "inner."

@@ -164,7 +164,7 @@ class PowerSGD(Compressor):
         return q.to(matrix)
 
     def _first_q(self, name: str, matrix: Tensor) -> Tensor:
-        # Drawn on the CPU: the same on every member, whatever its device.
+        # Drawn on the CPU: the same on every member, on any device.
         cpu = torch.device("cpu")
         drawn = generator("powersgd", self.seed, name, device=cpu)
         return torch.randn(matrix.shape[1], self.rank, generator=drawn).to(matrix)

@@ -114,7 +114,7 @@ def index_dtype(n: int) -> torch.dtype:
 
 
 # ------------------------------------------------------------------------------
-# Codes for k different indices below n, ascending: whichever takes the fewest bytes.
+# Codes for k different indices below n, ascending: the one of fewest bytes.
 #
 #     code          bits                       smallest when
 #     plain         k * ceil(log2 n)           few indices: one of 256 is one byte

@@ -32,10 +32,10 @@ from phalanx.errors import DesyncError
 from phalanx.wire.control import Ask, shortened
 
 KEPT = 64  # calls of a group that are remembered when they are over
-ANSWER_WITHIN = 0.4  # seconds for the other side of a desync to say what it was doing
+ANSWER_WITHIN = 0.4  # seconds for the other side of a desync to describe its operation
 
 
-# A rolling hash: all that a rank has been asked to do together with a group, as one word.
+# A rolling hash: all collectives that a rank has begun in a group, as one word.
 #
 #     rolling hash after #n  =  (rolling hash before it + fingerprint of #n + 1) * odd    (mod 2^64)
 #
@@ -82,8 +82,8 @@ class Checker:
         self.calls: deque[Call] = deque()
         self.early_asks: dict[int, Ask] = {}
         self.desync: Desync | None = None
-        self.broken = False  # whether the group is, for whatever reason
-        self._marks: dict[str, int] = {}  # what was done since the last collective, how often
+        self.broken = False  # whether the group is, for any reason
+        self._marks: dict[str, int] = {}  # operations since the last collective, and their numbers
         self._members = members
         self._now = now
         self._tell = tell

@@ -123,7 +123,7 @@ class CommonMemory:
                 sequence=work.sequence,
             )
         assert self.storage is not None
-        # Not a view of one tensor: where ranks are threads, each counts its own changes of it.
+        # Not a view of one tensor: if ranks are threads, each counts its own changes of it.
         return torch.empty(0, dtype=dtype).set_(self.storage, 0, (count,), (1,))
 
     def close(self) -> None:
@@ -134,7 +134,7 @@ class CommonMemory:
     def _allocate(self) -> AttachNotice:
         try:
             self.storage, place = self._source.take(self._size)
-        except Exception as error:  # of whatever kind: the other ranks wait for the notice
+        except Exception as error:  # of any kind: the other ranks wait for the notice
             return AttachNotice(self._rank, problem=_text_of(error))
         return AttachNotice(place=place)
 

@@ -29,8 +29,8 @@ from phalanx.core.call import Call
 from phalanx.core.steps import Step
 from phalanx.wire.memory import copy_bits
 
-# A staging buffer is copied at 10 to 50 GB/s, so in 0.1 to 0.4 ms: long beside what it costs to
-# queue a copy (10 us), short beside a collective of several.
+# A staging buffer is copied at 10 to 50 GB/s, so in 0.1 to 0.4 ms: long beside the cost of queueing
+# a copy (10 us), short beside a collective of several.
 STAGING_BYTES = 4 << 20
 BUFFERS_KEPT = 4  # of each device, between collectives; one that is under way has two
 

@@ -19,9 +19,9 @@ class Failure(NamedTuple):
     culprit: int
     reporter: int
     reason: str
-    signature: str = ""  # what the reporter was doing
+    signature: str = ""  # operation of the reporter
     sequence: int = -1
-    met: str = ""  # what the culprit was doing instead
+    met: str = ""  # operation of the culprit instead
 
     def notice(self) -> FailureNotice:
         """Return it as sent to the other members."""

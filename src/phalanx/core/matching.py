@@ -26,11 +26,11 @@ from phalanx.errors import DistributedError, SizeMismatchError
 from phalanx.wire.frame import MAX_PAYLOAD, Channel
 
 UNEXPECTED_LIMIT = 256 << 20  # bytes that the unexpected messages of each peer may take
-# What they take beside their content, measured: a message, memory for content, and a channel's
+# Their memory beside their content, measured: a message, memory for content, and a channel's
 # queue. An empty message takes the first, and the third if it is alone on its channel.
 MESSAGE, CHUNK, CHANNEL = 440, 448, 960
 BLOCKS_KEPT = 16  # unused blocks, 8 MiB
-MAX_DISCARDED = 64 << 10  # bytes that are read at a time of what is dropped
+MAX_DISCARDED = 64 << 10  # bytes of a dropped message that are read at a time
 
 
 def is_full(kept: int) -> bool:
@@ -295,9 +295,9 @@ def _size_mismatch(incoming: IncomingMessage, posted: PostedReceive) -> SizeMism
 
 
 # ------------------------------------------------------------------------------
-# A message that is arriving: where its bytes go.
+# A message that is arriving: the places of its bytes.
 
-# Bytes that are read before they are combined: each read is a system call, and what was read has
+# Bytes that are read before they are combined: each read is a system call, and the bytes read have
 # to be in the second-level cache still.
 BLOCK = 512 << 10
 
@@ -348,7 +348,7 @@ class IncomingMessage:
         self.order = 0  # among the messages that are kept
         self._chunks: list[memoryview] = []
         self._chunk_left = 0  # free bytes at the end of the last chunk
-        self._block: memoryview | None = None  # where bytes wait to be combined,
+        self._block: memoryview | None = None  # bytes that wait to be combined,
         self._staged = 0  # and how many do
 
     # As a sink of the frame decoder -------------------------------------------------------
@@ -423,7 +423,7 @@ class IncomingMessage:
         if self.returned and self.filled < self.total:
             return
         if posted.combine and self._chunk_left:
-            # Half an element cannot be combined: what is in the last chunk waits for its rest.
+            # Half an element cannot be combined: the last chunk waits for its rest.
             self._block = self._chunks.pop()
             self._staged = len(self._block) - self._chunk_left
         self._empty_chunks(posted)
@@ -454,7 +454,7 @@ class IncomingMessage:
     def take_back(self) -> None:
         """Keep the message for the next receive: its own was given up."""
         posted, self.posted, self.misfit = self.posted, None, None
-        if posted is None:  # it did not fit, and what comes is dropped
+        if posted is None:  # it did not fit, and its rest is dropped
             return
         assert not posted.combine
         if not self.returned:

@@ -61,7 +61,7 @@ def _duration(seconds: float) -> str:
 
 
 # ------------------------------------------------------------------------------
-# Traces: what a rank's operations did and when, for Perfetto or chrome://tracing.
+# Traces: a rank's operations and their times, for Perfetto or chrome://tracing.
 #
 # With PHALANX_TRACE=folder in the environment each backend writes `rank-<rank>-<process>-<n>.json`
 # there, as it goes: the array form of Chrome's trace events, one event a line, which readers accept
@@ -198,11 +198,11 @@ def _close(file: int) -> None:
 
 
 # ------------------------------------------------------------------------------
-# The log: what the logger `phalanx` tells.
+# The log: the messages of the logger `phalanx`.
 #
-#     debug     where each rank listens, which algorithm was chosen, connections that broke
+#     debug     addresses of ranks, choices of algorithms, connections that broke
 #     info      one line of rank 0 when a job begins
-#     warning   what needs somebody to look at it
+#     warning   problems that need a person's attention
 #
 # Without PHALANX_LOG that is the program's business, as with any logger.
 

@@ -201,8 +201,8 @@ def _divide_uint64_(bits: Tensor, count: int) -> None:
 # Several contributions at once.
 
 # Elements reduced at a time in a wider dtype, or beside the result: more are computed in several
-# threads by torch. After every block these wait for each other, which takes seconds in all where
-# ranks share the cores.
+# threads by torch. After every block these wait for each other, which takes seconds in all if ranks
+# share the cores.
 BLOCK = 32 << 10
 LARGEST = 1 << 20  # bytes reduced at a time in the result itself
 

@@ -120,7 +120,7 @@ class Transport(ABC):
 
 
 # ------------------------------------------------------------------------------
-# What the ranks of a host share, as a transport sees it whose bytes go over sockets.
+# The shared memory of a host's ranks, as a transport over sockets uses it.
 
 
 class Ring(Protocol):
@@ -210,7 +210,7 @@ class HostMemory(Protocol):
 
 
 # ------------------------------------------------------------------------------
-# What messages cost, for the choice of an algorithm.
+# The costs of messages, for the choice of an algorithm.
 
 
 class LinkCost(NamedTuple):

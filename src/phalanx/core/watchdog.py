@@ -219,7 +219,7 @@ class WaitForGraph:
             answer = self._to_follow.popleft()
             for rank in answer.waits_for:
                 if rank not in self._answers and 0 <= rank < self._watchdog.world_size:
-                    # A peer that takes no more cannot read the question: what it said last counts.
+                    # A peer that takes no more cannot read the question: its last answer counts.
                     self._answers[rank] = self._watchdog.full.get(rank)
                     question = Ask(answer.sequence, 0, "", self.number)
                     self._watchdog.tell(rank, answer.group, question)

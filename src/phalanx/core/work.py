@@ -85,7 +85,7 @@ class Work(Wait, Generic[T]):
         self._result: T | None = None
         self._callbacks: list[Callable[[Work[T]], object]] = []
 
-    # What a user holds ----------------------------------------------------------------------
+    # The user's side ------------------------------------------------------------------------
 
     @property
     def op_name(self) -> str:
@@ -160,7 +160,7 @@ class Work(Wait, Generic[T]):
             engine.callbacks.append((callback, self))
         engine.run_callbacks()
 
-    # What the engine does with it -----------------------------------------------------------
+    # The engine's side ----------------------------------------------------------------------
 
     @property
     def name(self) -> str:  # type: ignore[override]

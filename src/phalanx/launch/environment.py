@@ -26,7 +26,7 @@ from phalanx.wire.control import is_loopback, parse_address
 
 Source = Literal["torchrun", "mpirun", "slurm", "environment"]
 
-# Where `phalanx run` holds its store, as host:port; it comes before MASTER_ADDR.
+# The address of `phalanx run`'s store, as host:port; it comes before MASTER_ADDR.
 STORE_VARIABLE = "PHALANX_STORE"
 
 

@@ -145,7 +145,7 @@ def rendezvous(world: World, *, timeout: float, own_gpu: bool = False) -> World:
     else:
         message, listener = _rendezvous_over_mpi(world, timeout)
     address, _, token = message.partition(" ")
-    token = "" if find_token() else token  # what comes never takes the place of what was given
+    token = "" if find_token() else token  # a received token never replaces a given one
     return replace(world, address=address, token=token or None, listener=listener)
 
 
@@ -209,7 +209,7 @@ def connect_torchs_store(endpoint: Endpoint, deadline: float) -> Any:
     failure: Exception = TimeoutError()
     for left in tries(deadline):
         try:
-            # A plain socket says soon and in words what the store's own client says at length.
+            # A plain socket fails soon and in clear words, unlike the store's own client.
             socket.create_connection(endpoint, left).close()
             seconds = timedelta(seconds=max(left, 1.0))
             return TCPStore(*endpoint, is_master=False, timeout=seconds, wait_for_workers=False)
@@ -218,7 +218,7 @@ def connect_torchs_store(endpoint: Endpoint, deadline: float) -> Any:
     raise failure
 
 
-_LONGEST = 512  # bytes of what MPI broadcasts
+_LONGEST = 512  # bytes that MPI broadcasts
 
 
 def _rendezvous_over_mpi(world: World, timeout: float) -> tuple[str, socket.socket | None]:
@@ -237,7 +237,7 @@ def _rendezvous_over_mpi(world: World, timeout: float) -> tuple[str, socket.sock
     if world.rank == 0:
         toward = Endpoint(world.master_addr, 0) if world.master_addr else ELSEWHERE
         listener, address = listen_toward(toward, one_host=world.one_host)
-        # Whoever set a token gave it to every rank: no message need carry it.
+        # A token that was set is set on every rank: no message need carry it.
         message = f"{address} {'' if find_token() else secrets.token_hex(32)}"
     try:
         comm = duplicate(mpi.COMM_WORLD, timeout)

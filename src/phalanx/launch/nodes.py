@@ -59,10 +59,10 @@ class NodeExit(msgspec.Struct, frozen=True):
 
     node: int
     failed: bool
-    summary: str = ""  # the first failure of a rank; "" where ranks were only stopped
+    summary: str = ""  # the first failure of a rank; "" if ranks were only stopped
     follows: bool = False  # whether the failure of another rank led to it
-    code: int = 0  # the exit code of the launcher for this failure; 75 where ranks left with it
-    final: bool = False  # whether the job ends with it, whatever restarts are left
+    code: int = 0  # the exit code of the launcher for this failure; 75 if ranks left with it
+    final: bool = False  # whether the job ends with it, even if restarts are left
     port: int = 0  # of node 0: free on its host, for torch's own store in the next generation
 
     @classmethod

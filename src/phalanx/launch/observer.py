@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from phalanx.launch.supervisor import RankProcess
     from phalanx.wire.control import Endpoint
 
-_LOOK_EVERY = 5  # calls of `meet` between two looks whether somebody watches on another node
+_LOOK_EVERY = 5  # calls of `meet` between two checks for watchers on other nodes
 
 
 class Observer:
@@ -117,7 +117,7 @@ class WatchedNodes:
         self.watched = threading.Event()
         self.places: dict[int, NodePlace] = {}
         self._node, self._listen = node, listen
-        self._token, self._calls = "", 0  # the token of those who watch, when somebody does
+        self._token, self._calls = "", 0  # the token of watchers, once there are some
 
     def others(self) -> OtherNodes | None:
         """Return the known places of the other nodes; None: not yet."""

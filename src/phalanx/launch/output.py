@@ -23,9 +23,9 @@ from collections.abc import Callable
 from typing import TextIO
 
 LONGEST_LINE = 1 << 20  # bytes kept until a line's end comes; a longer one is shown in pieces
-_PIECE, _MOST = 1 << 16, 1 << 20  # bytes read at once, and of what is left in a pipe at the end
+_PIECE, _MOST = 1 << 16, 1 << 20  # bytes read at once, and of the rest of a pipe at the end
 _LOOK = 0.05
-_KEPT = 2000  # bytes of a rank's last output, for who watches the job
+_KEPT = 2000  # bytes of a rank's last output, for watchers of the job
 
 
 class RankLines:
@@ -68,7 +68,7 @@ class RankLines:
                 left = left[os.write(self._descriptor, left) :]
             except BlockingIOError:  # another program has made it non-blocking
                 select.select([], [self._descriptor], [])
-            except OSError:  # nobody reads it: what follows, this program's own too, goes nowhere
+            except OSError:  # nobody reads it: later output, this program's own too, is dropped
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self._descriptor)
                 os.close(nowhere)
@@ -128,11 +128,11 @@ class LiveRankLines:
             if self._stream is not None:
                 self._stream.write(text)
                 self._stream.flush()
-        except Exception:  # whatever it is: the ranks go on, and write to nobody
+        except Exception:  # in any case: the ranks go on, and their output is dropped
             self._stream = None
 
 
-_UP = "\x1b[A"  # what moves a terminal's cursor one line up
+_UP = "\x1b[A"  # moves a terminal's cursor one line up
 _MOVES = re.compile(r"\x1b\[A\n|\x1b\[\?25[hl]")  # up and down again; and hide or show the cursor
 
 

@@ -116,7 +116,7 @@ def _main() -> None:
     while True:
         alive = os.getppid() == parent
         if select.select([0], [], [], _POLL if alive else 0)[0]:
-            data = os.read(0, 1 << 16)  # also what a parent that has ended wrote before
+            data = os.read(0, 1 << 16)  # also the bytes that a parent wrote before its end
             if not data:
                 break
             *lines, rest = (rest + data).split(b"\n")

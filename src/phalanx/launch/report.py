@@ -46,7 +46,7 @@ _HEADER = 8  # bytes of the length that goes before a report
 Dumps = Callable[[object], bytes]  # pickle's, or cloudpickle's
 
 
-class RankTraceback(Exception):  # noqa: N818 -- it is no error, it is where one was
+class RankTraceback(Exception):  # noqa: N818 -- it is no error, but the place of one
     """The traceback of an error that was raised in another process, as text: a `__cause__`."""
 
     def __init__(self, rank: int, text: str) -> None:
@@ -68,10 +68,10 @@ class RankReport:
 
     rank: int
     failed: bool
-    # The pickled result, or the pickled error where somebody will raise it.
+    # The pickled result, or the pickled error if a caller will raise it.
     payload: bytes = field(default=b"", repr=False)
     summary: str = ""  # one line: the error, or the call that ended the rank
-    traceback: str = field(default="", repr=False)  # "" where it says no more than the summary
+    traceback: str = field(default="", repr=False)  # "" if it has no more than the summary
     follows: bool = False  # whether another rank's failure led to this one
     time: float = field(default_factory=time.monotonic)  # the processes of a host share this clock
     code: int = 1  # with which a rank that has failed ends

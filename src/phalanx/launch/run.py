@@ -165,7 +165,7 @@ def run(job: Job) -> int:
             launch = _Launch(job, reaper, signals, watch)
             try:
                 code = launch.run()
-            except Exception as error:  # after a signal, whatever was raised follows from it
+            except Exception as error:  # after a signal, any error follows from it
                 launch.tell_why(error)
                 if not signals.received:
                     raise
@@ -217,7 +217,7 @@ class _Launch:
             exits = self._run_generation(*self._nodes.placement)
             while (outcome := self._nodes.outcome(self._generation)) is None:
                 self._wait()
-            # Whatever is in the log: what this node's own ranks did counts here.
+            # In spite of the log, the end of this node's own ranks counts here.
             own = NodeExit.of_ranks(job.node_rank, exits)
             failed = [node for node in (*outcome, own) if node.failed]
             self._how = "it has ended well"
@@ -385,7 +385,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.received: list[int] = []  # the signals that came, in order, of those that end programs
-        self._passed: list[int] = []  # of the others, those that nobody has taken
+        self._passed: list[int] = []  # of the others, those not taken yet
         # Readable from when a signal has come; none in a thread that is not the main one.
         self.descriptors: list[int] = []
         self._undo = ExitStack()

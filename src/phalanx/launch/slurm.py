@@ -177,10 +177,10 @@ def _expand_numbers(numbers: str) -> list[str]:
 
 
 # ------------------------------------------------------------------------------
-# The token of a step. The folder from which a job was submitted is the one of which every rank
-# knows, and which clusters share among their nodes; the working folder may be a rank's own.
+# The token of a step. Every rank knows the folder from which a job was submitted, and clusters
+# share it among their nodes; the working folder may be a rank's own.
 #
-# The file's name holds job, step and restart: what an earlier start left behind is another file.
+# The file's name holds job, step and restart: an earlier start's file is another one.
 # If there is one by this name all the same (numbers of jobs begin anew some day), rank 0 takes the
 # token that is in it, as the others do.
 

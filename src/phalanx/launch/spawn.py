@@ -51,7 +51,7 @@ from phalanx.transport.tcp.addresses import listen_on
 if TYPE_CHECKING:
     from phalanx.core.backend import Backend
 T = TypeVar("T")
-# For ranks whose output is shown here: print at once, and no display of several lines that moves.
+# For ranks whose output is shown here: print at once, without moving displays of several lines.
 _SHOWN: Mapping[str, str] = MappingProxyType({"PYTHONUNBUFFERED": "1", "TTY_INTERACTIVE": "0"})
 
 

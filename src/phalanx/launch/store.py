@@ -239,7 +239,7 @@ class _Client:
         except BlockingIOError:
             return False
         except ValueError as error:
-            # Say what is wrong, and hang up: what comes behind it cannot be told apart.
+            # Report the error, and hang up: later requests cannot be told apart.
             self._last = True
             self.reply(StoreReply(str(error)))
             return False
@@ -290,7 +290,7 @@ def listen_for_store(host: str, port: int) -> socket.socket:
 
 
 # ------------------------------------------------------------------------------
-# Those who use it.
+# Its clients.
 
 
 class StoreClient:

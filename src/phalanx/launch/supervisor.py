@@ -38,7 +38,7 @@ from phalanx.errors import BackendUnavailableError
 from phalanx.launch.reaper import GRACE, Reaper, end_session
 from phalanx.launch.report import RankExit, RankReport
 
-_POLL = 0.1  # seconds between looks at exit codes: what a rank started may hold its channel open
+_POLL = 0.1  # seconds between looks at exit codes: a rank's children may hold its channel open
 _END_POLL = 0.01  # the same when a rank has closed its channel, and ends
 _KILL_TIME = 1.0  # seconds that the system has to end a process that was killed
 _PIECE = 1 << 20

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from phalanx.core.engine import Engine
     from phalanx.core.group import Group
 
-NOBODY = -1  # as a culprit: the library does not say who
+NOBODY = -1  # as a culprit: the library names none
 SOON = 0.003  # seconds for which the caller waits for a collective before it becomes a work
 SAY_WHO_WITHIN = 0.5  # seconds within which the mesh may name the culprit of a failed collective
 FINISH_WITHIN = 1.0  # seconds within which a collective ends here after a member has left
@@ -253,7 +253,7 @@ class NativeStep(Step):
         self._begun = False
         self._busy = False  # a thread waits for the handle
         self._over = False
-        self._problem: Exception | None = None  # what the library says went wrong,
+        self._problem: Exception | None = None  # the library's error,
         self._left: int | None = None  # or a member that has left,
         self._deadline = 0.0  # and when that counts
 
@@ -358,7 +358,7 @@ def first_line(error: Exception) -> str:
 # ------------------------------------------------------------------------------
 # Backends: a mesh that the ranks form by way of the library.
 
-WORD_BYTES = 512  # of what rank 0 tells the others, at most
+WORD_BYTES = 512  # of rank 0's message to the others, at most
 
 
 class LibraryBackend(MeshBackend):
@@ -392,7 +392,7 @@ class LibraryBackend(MeshBackend):
     ) -> None:
         listener, word = _listen(host) if rank == 0 else (None, b"")
         address, _, token = tell(word).decode().partition(" ")
-        token = "" if find_token() else token  # what comes never takes the place of what was given
+        token = "" if find_token() else token  # a received token never replaces a given one
         try:
             super().__init__(
                 rank,

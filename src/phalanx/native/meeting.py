@@ -57,7 +57,7 @@ TRUST_VARIABLE = "PHALANX_TRUST_STORE"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1  # seconds between two tries
 _AGAIN = 0.5  # seconds until a word that may have been overwritten is put once more
 _LONGEST_WORD, _LONGEST_TEXT = 8192, 2000  # bytes of a word; characters of an error in it
-_MARK = "sealed"  # stands where a word would without a token, and says nothing
+_MARK = "sealed"  # the empty entry, in the place of one, if there is no token
 
 
 def tries(deadline: float) -> Iterator[float]:

@@ -53,8 +53,8 @@ class MpiBackend(LibraryBackend):
             return bytes(block).rstrip(b"\0")
 
         def join(topology: tuple[int, ...]) -> MpiLibrary:
-            # Where each rank of this host has a core of its own, nobody is kept from anything; else
-            # a rank that looks keeps another one from doing what it looks for.
+            # If each rank of this host has a core of its own, polling delays no rank; else a rank
+            # that polls delays the one that it waits for.
             has_cores = topology.count(topology[rank]) <= (os.cpu_count() or 1)
             return self._make_library(mpi, own, 3000 if has_cores else LOOKS)
 

@@ -31,13 +31,13 @@ from phalanx.wire.memory import copy_bits
 
 Mpi = Any  # the module `mpi4py.MPI`; it need not be there when types are checked
 Request = Any  # of mpi4py
-Memory = list[Any]  # as mpi4py takes it: where, how many, of which datatype
+Memory = list[Any]  # as mpi4py takes it: address, count, datatype
 
 # ------------------------------------------------------------------------------
-# What MPI calls torch's dtypes and reductions.
+# MPI's names of torch's dtypes and reductions.
 #
-# Memory that is only moved is moved in units of its elements' size. What is reduced has the MPI
-# datatype of its numbers, and an MPI operation with the meaning that `ReduceOp` gives it:
+# Memory that is only moved is moved in units of its elements' size. Memory that is reduced has the
+# MPI datatype of its numbers, and an MPI operation with the meaning of `ReduceOp`:
 #
 #     dtype                  sum, product      mean            min, max     band, bor, bxor
 #     float32, float64       SUM, PROD         SUM, divided    -            -
@@ -254,7 +254,7 @@ class MpiHandle(Handle):
 
 
 # ------------------------------------------------------------------------------
-# What MPI does whole: one request, and what it leaves to be done.
+# Collectives that MPI does whole: one request, and the work after it.
 
 
 class MpiCall(NamedTuple):
@@ -333,8 +333,8 @@ def whole(c: MpiLibrary, call: NativeCall) -> Iterator[Request]:
 #
 # Every rank reduces its own chunk, in rank order. Each sends 2(p-1)/p of the bytes for an all-
 # reduce, which is optimal (Thakur, Rabenseifner & Gropp 2005, section 4.5). Only MPI's nonblocking
-# collectives that move bytes are used: those that reduce are slow in Open MPI. Memory for what
-# comes from others is bounded: what is larger is done piece by piece.
+# collectives that move bytes are used: those that reduce are slow in Open MPI. Memory for other
+# ranks' data is bounded: larger tensors are reduced piece by piece.
 
 
 def exchange(c: MpiLibrary, call: NativeCall) -> Iterator[Request]:
@@ -428,7 +428,7 @@ def _pieces(
 # ------------------------------------------------------------------------------
 # Waiting for MPI, which moves bytes only when it is called, and knows no deadline.
 
-LOOKS = 50  # one after the other, where a rank that looks takes the core from another
+LOOKS = 50  # one after the other, since a rank that polls takes the core from another
 YIELDING = 0.005  # seconds of looks between which other processes may run
 PAUSE = 50e-6  # seconds between looks after that
 BUSY = 10e-6  # seconds: a look that takes longer has moved bytes

@@ -22,7 +22,7 @@ from phalanx.native.torch_formation import FORMED, GroupFormer, ProcessGroup, St
 Work = Any  # torch.distributed.Work, which builds without distributed support lack
 
 # ------------------------------------------------------------------------------
-# What each kind of process group can do, as data.
+# The capabilities of each kind of process group, as data.
 #
 # A collective that is not in the table, or whose result would not be what `ReduceOp` promises, is
 # done with rounds of messages instead.
@@ -72,7 +72,7 @@ def _break_off_gloo(group: ProcessGroup) -> None:
 
 
 # Gloo's minimum and maximum of NaN and a number are either; its sum of many float16 may overflow
-# where their mean does not.
+# though their mean does not.
 _GLOO_DTYPES = dict.fromkeys(ReduceOp, _WHOLE) | {
     ReduceOp.SUM: _NUMBERS,
     ReduceOp.MEAN: _NUMBERS - {torch.float16},
@@ -84,7 +84,7 @@ _UCC = GroupKind(
     dict.fromkeys((ReduceOp.SUM, ReduceOp.MEAN), _FLOATS | {torch.int32, torch.int64}),
     frozenset({"all_reduce", "broadcast", "all_gather", "all_to_all"}),
 )
-# What any group can be expected to do.
+# The capabilities of any group.
 OTHER = GroupKind(
     "the process group",
     dict.fromkeys((ReduceOp.SUM, ReduceOp.MEAN), _FLOATS),
@@ -227,7 +227,7 @@ class CollectiveWork(Handle):
         if work is not None:
             if not work.is_completed():
                 return False
-            work.wait()  # raises what went wrong
+            work.wait()  # raises its error
             self._end()
         return True
 

@@ -217,7 +217,7 @@ class Trackio:
 
 
 # ------------------------------------------------------------------------------
-# What `to` may name
+# The targets that `to` may name
 
 
 class TargetKind(NamedTuple):

@@ -55,7 +55,7 @@ warn, fail = partial(Finding, "warn"), partial(Finding, "fail")
 
 
 # ------------------------------------------------------------------------------
-# Software: what is installed.
+# Software: the installed packages.
 
 _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,]+\])?(?:>=([\d.]+))?(?:.*extra == ['\"](\w+)['\"])?")
 _EXTRAS_FOR_USERS = ("plot", "mpi")  # others are for work on Phalanx itself, or in doctor.py
@@ -323,7 +323,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------
-# Environment: the variables that change what Phalanx, torch and their libraries do.
+# Environment: the variables that Phalanx, torch and their libraries read.
 
 _MATTER = re.compile(
     r"((PHALANX|MASTER|LOCAL|GROUP|NCCL|GLOO|UCX|UCC|OMPI_COMM_WORLD|PMI|PMIX|MPI|KMP|MKL|GOMP)_"

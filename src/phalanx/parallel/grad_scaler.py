@@ -53,7 +53,7 @@ class GradScaler(torch.amp.GradScaler):
         all_reduce_(anywhere, self._backend, ReduceOp.MAX, label="GradScaler, an optimizer")
         for value in found.values():
             value.fill_(anywhere.item())
-        return found or {inv_scale.device: anywhere}  # as where all layers are frozen
+        return found or {inv_scale.device: anywhere}  # as if all layers are frozen
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Take the optimizer's step on all ranks, or skip it on all; tell wrappers of a skip."""

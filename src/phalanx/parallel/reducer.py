@@ -179,7 +179,7 @@ class Reducer:
                 "trained on each rank alone: build DDP when the module is complete"
             )
 
-    # A backward pass, and what ends like one ------------------------------------------------
+    # A backward pass, and other ways to end one ---------------------------------------------
 
     def _output_gradients_ready(self, grads: tuple[Tensor | None, ...]) -> Any:
         # A pass for chosen tensors (autograd.grad, inputs=) averages if a parameter is among them:
@@ -293,7 +293,7 @@ class Reducer:
                 "backward(inputs=) asks for others. Freeze what is not trained, on every rank, or "
                 "pass find_unused_parameters=True"
             )
-        for parameter in missing:  # what no_sync has accumulated, or zeros
+        for parameter in missing:  # gradients accumulated by no_sync, or zeros
             self._put(parameter)
         self._average(set(unused), phase)
 

@@ -225,7 +225,7 @@ class StageP2P:
                 self._isend(message, content)
         layout = known[key]
         if message.kind is ActionKind.B and layout.structure != found.structure:
-            # The receiver expects a gradient where there is none this time: it gets zeros.
+            # The receiver expects a gradient, and there is none this time: it gets zeros.
             zeros = [memory.zero_() for memory in layout.empty()]
             filled = [
                 zeros[place] if gradient is None and place is not None else gradient

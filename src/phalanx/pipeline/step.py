@@ -60,7 +60,7 @@ class _RecvBoundary(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.boundary = boundary
-        return tuple(tensors)  # in a list they are not inputs, and what comes out is no view
+        return tuple(tensors)  # in a list they are no inputs, and outputs are no views
 
     @staticmethod
     @once_differentiable
@@ -84,9 +84,9 @@ class _SendBoundary(torch.autograd.Function):
         return None, *gradients
 
 
-# What is kept of a micro-batch in a stage between its passes: the tensor whose `backward()` is the
-# backward pass (the loss, or a SendBoundary's scalar); the stage's input, without tensors on the
-# first stage; its output, without tensors on the last.
+# The values kept of a micro-batch in a stage between its passes: the tensor whose `backward()` is
+# the backward pass (the loss, or a SendBoundary's scalar); the stage's input, without tensors on
+# the first stage; its output, without tensors on the last.
 _Activations = tuple[Tensor, StageBoundary, StageBoundary]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 log = logging.getLogger("phalanx")
 
 GLOO = frozenset({"gloo", "cpu:gloo"})
-NOTHING = "undefined"  # what torch makes of no name
+NOTHING = "undefined"  # torch's default without a name
 
 
 def take_place(c10d: Any, name: str) -> None:

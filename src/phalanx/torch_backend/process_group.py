@@ -85,7 +85,7 @@ class Calls:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.backend!r})"
 
-    # What torch wants to know ---------------------------------------------------------------
+    # Torch's queries ------------------------------------------------------------------------
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Return the name under which torch knows it."""

@@ -178,7 +178,7 @@ class Notice:
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         for signum, before in self._before.items():
-            if signal.getsignal(signum) == self._handle:  # else somebody has other plans by now
+            if signal.getsignal(signum) == self._handle:  # else another handler was set meanwhile
                 signal.signal(signum, signal.SIG_DFL if before is None else before)
         group, exchange = self._group, self._exchange
         self._group = self._exchange = None

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("phalanx")
 
-RESERVED = ("step", "time")  # what a record has besides its scalars
+RESERVED = ("step", "time")  # keys of a record besides its scalars
 PATIENCE = 120.0
 """Seconds that `close` waits for a target: MLflow may need 30 for a new database."""
 
@@ -200,7 +200,7 @@ class Scalars:
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if kind is None:
             self.close()
-        elif self._is_open:  # other ranks may be anywhere: only what is exchanged is written
+        elif self._is_open:  # other ranks may be anywhere: only exchanged values are written
             self._let_go()
 
 

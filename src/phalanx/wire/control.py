@@ -97,10 +97,10 @@ class FailureNotice(msgspec.Struct, frozen=True):
     culprit: int
     reporter: int
     reason: str
-    # If ranks disagree: what the reporter was doing, and its sequence number.
+    # If ranks disagree: the reporter's operation, and its sequence number.
     signature: str = ""
     sequence: int = -1
-    met: str = ""  # what the culprit was doing, where that is known
+    met: str = ""  # the culprit's operation, if it is known
 
 
 LONGEST_TEXT = 20_000  # characters; three such texts fit into a control frame in any script
@@ -154,7 +154,7 @@ def chain_of_waits(
     return (chains[0] if chains else []), False
 
 
-# What every rank of a wide mesh has to hear (`transport/tcp/flooding.py`).
+# News for every rank of a sparse mesh (`transport/tcp/flooding.py`).
 
 
 class RankLeft(msgspec.Struct, frozen=True, array_like=True, tag=1):

@@ -37,7 +37,7 @@ ALIGNED = 16  # bytes, enough for elements of every dtype
 
 _HEADER = struct.Struct("<4sBBHIQqQQQ")
 HEADER_SIZE = _HEADER.size
-_FIRST = -HEADER_SIZE % ALIGNED  # where a header is staged, so that its payload is aligned
+_FIRST = -HEADER_SIZE % ALIGNED  # place of a staged header, so that its payload is aligned
 
 
 class FrameError(Exception):
@@ -53,14 +53,14 @@ class Kind(enum.IntEnum):
     FAILURE = 4  # a group is broken, and why
     LEAVE = 5  # the sender closes, in good order
     LEAVE_GROUP = 6  # the sender closes one group
-    ADDRESS = 7  # to rank 0: where I listen
-    TABLE = 8  # from rank 0: where everyone listens
+    ADDRESS = 7  # to rank 0: my address
+    TABLE = 8  # from rank 0: all addresses
     ASK = 9  # are you in this operation, too, and what do you wait for?
-    ANSWER = 10  # what I wait for
+    ANSWER = 10  # my wait
     HEARTBEAT = 11  # I am here
     MEMORY = 12  # I have attached the memory of the ranks of my host; or why I have not
     PIECE = 13  # a part of a message lies in memory that you have attached
-    NEWS = 14  # what every rank has to hear, passed on from rank to rank
+    NEWS = 14  # news for every rank, passed on from rank to rank
 
 
 _KINDS = {int(kind): kind for kind in Kind}
@@ -160,7 +160,7 @@ class FrameDecoder:
         self._receiver = receiver
         self._staging = memoryview(bytearray(STAGING))
         self._begin = self._end = 0  # staged bytes not yet used: [_begin, _end)
-        self._sink: Sink | None = None  # where the next bytes go, if not into the staging buffer,
+        self._sink: Sink | None = None  # place of the next bytes, if not the staging buffer,
         self._left = 0  # and how many are to come of its frame
         frames = self._read_frames()
         next(frames)

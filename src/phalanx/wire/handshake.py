@@ -41,7 +41,7 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import NamedTuple
 
-PROTOCOL_VERSION = 5  # raised with every change of what ranks say to each other
+PROTOCOL_VERSION = 5  # raised with every change of the ranks' messages
 NONCE_SIZE = 32
 PROOF_SIZE = 32
 LIMIT = 192
@@ -119,7 +119,7 @@ def agree(dialer: int, dialers: int, acceptor: int, acceptors: int) -> tuple[boo
     )
 
 
-class Refused(Exception):  # noqa: N818 - it is what happened, and becomes an error of ours later
+class Refused(Exception):  # noqa: N818 - it is an event, and becomes an error of Phalanx later
     """The handshake failed.
 
     by_peer   the other side refused
@@ -167,7 +167,7 @@ class Handshake:
         self._offer = offer
         self._buffer = bytearray()
         self._key = b""  # HMAC(token, "dialer", ...), the dialer's proof
-        self._within = b""  # what this side says first within TLS
+        self._within = b""  # this side's first message within TLS
 
     @property
     def has_token(self) -> bool:
@@ -325,8 +325,8 @@ class AcceptorHandshake(Handshake):
     ) -> None:
         super().__init__(identity, token, offer)
         self._admit = admit
-        self._mine = b""  # the fingerprint of its certificate, where TLS was agreed
-        self._mismatch = ""  # why the two do not fit, whatever it proves
+        self._mine = b""  # the fingerprint of its certificate, if TLS was agreed
+        self._mismatch = ""  # why the two do not fit, with any proof
 
     def _answer(self, kind: int, content: bytes) -> bytes:
         if self.peer is None:
@@ -351,7 +351,7 @@ class AcceptorHandshake(Handshake):
         return _message(WELCOME, b"")
 
     def _challenge(self, kind: int, content: bytes) -> bytes:
-        # The version first: in another version, what follows may differ.
+        # The version first: in another version, the rest may differ.
         if kind == HELLO and len(content) >= _VERSION.size:
             (theirs,) = _VERSION.unpack_from(content)
             if theirs != PROTOCOL_VERSION:

@@ -302,7 +302,7 @@ def checked_gradients(
 
 
 # ------------------------------------------------------------------------------
-# A call: the same messages to all servers, and what each answers.
+# A call: the same messages to all servers, and their answers.
 #
 #          server 0   - PUSH ->   <- DONE
 # worker   server 1   - PUSH -------->     <- DONE      it goes on when all have answered
@@ -321,7 +321,7 @@ def ask_all(
     answered. After an error nothing stays under way.
     """
     deadline = monotonic() + seconds
-    # What is waited for, and of a receive, what goes on when it is over.
+    # Works to wait for; for a receive, the generator that goes on when it is over.
     under_way: dict[PendingCollective[Any], Iterator[PendingCollective[int]] | None] = {}
     try:
         for connection in connections:
@@ -378,7 +378,7 @@ class ServerConnection:
         for view, number in zip(self._values.tensors, self.numbers, strict=True):
             params[number].copy_(view)
 
-    # Who waits for any of these has a deadline; they have none of their own.
+    # The wait for any of these has a deadline; they have none of their own.
 
     def send(self, header: MessageHeader) -> PendingCollective[None]:
         """Begin to send a message; a PUSH with the gradients."""

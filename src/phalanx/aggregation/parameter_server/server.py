@@ -127,7 +127,7 @@ class Server:
                 if self._state.sessions[worker].state is not SessionState.GONE:
                     self._lose(worker, connection, error)
                 connection.end(lost=True)
-            self._act()  # what the optimizer or `on_step` raises is not the worker's
+            self._act()  # errors of the optimizer or `on_step` are not the worker's
 
     def _check_finite(self, pushed: list[Tensor]) -> None:
         """Raise ValueError for gradients that no `ParameterClient` sends."""
@@ -182,7 +182,7 @@ class Server:
         state, rank = self._state, self._backend.rank
         failure = connection.pair.failure
         reason, culprit = str(error), worker
-        if failure is None:  # it lives, and sends what makes no sense
+        if failure is None:  # it lives, and sends nonsense
             connection.pair.fail(
                 PeerLostError(f"server rank {rank} dropped rank {worker}: {reason}")
             )

@@ -28,7 +28,7 @@ from torch import Tensor
 from phalanx.aggregation.parameter_server.wire import MessageHeader, MessageKind
 
 # ------------------------------------------------------------------------------
-# Modes: when a worker may begin its next step, and what is applied together. Rows of one table.
+# Modes: the start of a worker's next step, and gradients applied together. Rows of one table.
 #
 #                     ahead of the slowest   the server applies              as in
 #     SYNCHRONOUS     0 steps                the mean of a step of all       one process
@@ -110,7 +110,7 @@ Action = Reply | ApplyUpdate | ReleaseBuffer | Disconnect
 
 
 # ------------------------------------------------------------------------------
-# Sessions: how far each worker has come, and what it waits for.
+# Sessions: each worker's progress, and its wait.
 
 
 class SessionState(Enum):
@@ -174,7 +174,7 @@ class ServerState:
         self._digest = digest
         self._joined = 0  # ever
         self._latest_slowest = 0
-        self._in_round: dict[int, MessageKind] = {}  # who has done this round's step, and how
+        self._in_round: dict[int, MessageKind] = {}  # this round's steps, by worker
         self._out: deque[Action] = deque()
 
     @property
@@ -302,7 +302,7 @@ class ServerState:
 
 
 # ------------------------------------------------------------------------------
-# What a server has done so far: for its `on_step`, and in the end.
+# A server's work so far: for its `on_step`, and at the end.
 
 
 @dataclass

@@ -87,7 +87,7 @@ HEADER_SIZE = _FORMAT.size
 
 
 # ------------------------------------------------------------------------------
-# Shards: which server has which parameters, and where they lie in a message.
+# Shards: the parameters of each server, and their places in a message.
 #
 #     parameters   0        1    2      3          largest first, each to the server that has least
 #     server 0     0 ------------2-----
@@ -184,7 +184,7 @@ def checked_params(params: Iterable[Tensor], who: str) -> list[Tensor]:
 
 
 # ------------------------------------------------------------------------------
-# Which ranks are servers and workers, and the pairs that they talk in.
+# The ranks that are servers and workers, and their pairs.
 #
 #     ranks      0   1   2   3           pairs   (0, 2)  (0, 3)  (1, 2)  (1, 3)
 #     servers    0   1

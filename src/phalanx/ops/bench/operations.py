@@ -164,7 +164,7 @@ def longest_stretch(operation: BenchOperation, size: int, *, in_place: bool) -> 
 
 
 # ------------------------------------------------------------------------------
-# Filling memory with what ranks give, and comparing results with what is expected.
+# Filling memory with ranks' inputs, and comparing results with the expected ones.
 
 POISON = -1.0
 """What memory holds before a call has to overwrite it: no result is negative."""
@@ -203,7 +203,7 @@ def _blocks(tensor: Tensor, values: Values, factor: float) -> Iterator[tuple[Ten
 
 
 # ------------------------------------------------------------------------------
-# Where the tensors of a message lie, and a call on them.
+# The memory of a message's tensors, and a call on them.
 
 MEMORY_KINDS = ("ordinary", "registered", "fresh", "into")
 """`ordinary` and `registered` (what the backend's `empty` gives, instead of torch's) are in place,
@@ -273,7 +273,7 @@ class PreparedCall:
 
 
 # ------------------------------------------------------------------------------
-# A training step that can be repeated: what it trains, on which samples, and how it is checked.
+# A training step that can be repeated: its model, its samples, and its check.
 #
 #            layers              samples of a rank   ours           torch's, over Gloo and Phalanx
 #     ddp    6 of 1024 x 1024    32                  phalanx.DDP    DistributedDataParallel

@@ -239,8 +239,8 @@ def fully_sharded_by_torch(
 
 
 # ------------------------------------------------------------------------------
-# What this machine can do by itself: a plain socket between two processes, a memory copy, and a
-# training step without communication.
+# The limits of this machine: a plain socket between two processes, a memory copy, and a training
+# step without communication.
 
 _ANY_PORT = 9  # nothing is sent there
 

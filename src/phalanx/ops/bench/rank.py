@@ -79,7 +79,7 @@ def run_rank(request: BenchRequest, peers: PeerTable, hear: Tell) -> None:
     with init("tcp", timeout=request.timeout) as backend:
         tell: Tell = hear if backend.rank == 0 else lambda message: None
         master = world.master_addr if world is not None else ""
-        # Half: who waits for a peer is waited for, too.
+        # Half: other ranks wait for one that waits for a peer.
         context = RankContext(backend, master, request.timeout / 2, request.width)
         local_rank = world.local_rank if world is not None else backend.rank
         with (
@@ -139,7 +139,7 @@ def _make_peers(
         yield made
     finally:
         for peer in made.values():
-            with suppress(Exception):  # what was measured counts
+            with suppress(Exception):  # earlier measurements count
                 peer.close()
 
 
@@ -208,7 +208,7 @@ def _entries(
                 leave_out(name, "it has no such operation")
             continue
         kinds = [k for k in kinds_for(operation, request.memories) if k in peer.memories]
-        if name in MACHINE or "ordinary" not in peer.memories:  # whatever was requested
+        if name in MACHINE or "ordinary" not in peer.memories:  # for any request
             kinds = list(peer.memories)
         elif not kinds:
             requested = ", ".join(request.memories)
@@ -339,7 +339,7 @@ def _time(call: PreparedCall, calls: int, *, each: bool) -> list[float]:
             began = ended
     finish()
     seconds.append(perf_counter() - began)
-    if each:  # what the last call left to be done
+    if each:  # the rest of the last call
         seconds[-2:] = [sum(seconds[-2:])]
     if call.fresh and isinstance(result, Tensor):
         call.out = result

@@ -105,7 +105,7 @@ def _figures(report: BenchReport, line: ResultLine) -> dict[str, Any]:
         "lowest_us": min(line.seconds) * 1e6,
         "highest_us": max(line.seconds) * 1e6,
         "algorithm_GBps": bandwidth,
-        "bus_GBps": bandwidth * line.bus,  # comparable with what one link can carry
+        "bus_GBps": bandwidth * line.bus,  # comparable with the limit of one link
         f"of_{_ALONE}": line.times(alone) if alone else None,
         f"times_{report.request.baseline}": base.times(line) if base else None,
         "wrong": line.wrong,

@@ -193,7 +193,7 @@ def show_size(size: int) -> str:
 
 
 # ------------------------------------------------------------------------------
-# What ranks answer: `Message`s. A text says what is being done now.
+# The ranks' answers: `Message`s. A text is the progress in words.
 
 
 class Entry(msgspec.Struct, frozen=True):

@@ -168,7 +168,7 @@ def _listen(folder: Path, supervisor: Supervisor, count: int) -> Iterator[Messag
                     f"out the backend that was last at work. {last_lines(0)}"
                 )
             supervisor.wait(_POLL)
-    deadline = time.monotonic() + GRACE  # whoever lost a peer ends before the peer itself, perhaps
+    deadline = time.monotonic() + GRACE  # a rank that lost a peer may end before the peer itself
     while time.monotonic() < deadline and len(supervisor.exits()) < count:
         supervisor.wait(_POLL)
     codes = {ended.rank: ended.code for ended in supervisor.exits()}

@@ -98,7 +98,7 @@ def places(nodes: Sequence[str]) -> list[Mapping[str, str]]:
 
 
 # ------------------------------------------------------------------------------
-# What runs in the workers.
+# The workers' part.
 
 
 def _node() -> str:

@@ -57,7 +57,7 @@ class PhalanxGroup(BaseGroup):  # type: ignore[misc] # mypy is run without Ray
         store = _KeyValueStore(group_name)
         try:
             self._on = meet(store, rank, world_size, MEETING, op="init_collective_group")
-            collectives.barrier(self._on)  # all have read what they need
+            collectives.barrier(self._on)  # all have read their entries
         finally:
             store.remove()
         collectives.barrier(self._on)  # a group of the same name finds nothing of this one

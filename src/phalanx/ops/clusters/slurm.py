@@ -33,7 +33,7 @@ from phalanx.launch.slurm import FIRST_PORT, PORTS, STEPS
 
 _WAIT = 300  # seconds
 
-# Minutes, minutes:seconds, hours:minutes:seconds, days-hours, ...: what sbatch understands.
+# Minutes, minutes:seconds, hours:minutes:seconds, days-hours, ...: the forms of sbatch.
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 
 

@@ -136,7 +136,7 @@ class _ShortFiles(FileSystemWriter):
             storage_data = dataclasses.replace(plan.storage_data, prefix=prefix)
             file = dataclasses.replace(plan, items=items, storage_data=storage_data)
             results += super().write_data(file, planner).value()
-            gc.collect(1)  # torch.save leaves what it has written in a circle of references
+            gc.collect(1)  # torch.save leaves the written values in a circle of references
         written: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         written.set_result(results)
         return written

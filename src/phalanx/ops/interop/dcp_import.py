@@ -123,7 +123,7 @@ def import_dcp(
         return tensor_bytes(plain(read))
 
     new = new_checkpoint(folder, manifest, _TIMEOUT, keep=None)
-    try:  # closed before it is committed, it removes what there is
+    try:  # closed before it is committed, it removes its files
         name, _, _ = next(new)
         path = os.path.join(folder, name)
         files = [write_tensors(path, file, bytes_of) for file in planned]
@@ -135,7 +135,7 @@ def import_dcp(
 
 
 # ------------------------------------------------------------------------------
-# What is stored
+# Stored tensors and values
 
 
 class _Stored:

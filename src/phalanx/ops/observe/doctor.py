@@ -146,13 +146,13 @@ def find_cross_memory() -> Finding:
 
 
 # ------------------------------------------------------------------------------
-# Backends: whether they work here, and how fast two ranks of this host are.
+# Backends: a test of each, and its speed with two ranks of this host.
 #
-# Each backend is tried as a user would: `spawn` starts two ranks, which meet, and what an
-# all_reduce gives them is checked.
+# Each backend is tried as a user would: `spawn` starts two ranks, which meet, and the result of an
+# all_reduce is checked.
 
 _SMALL, _LARGE = 2, 4 << 20  # float32 elements: 8 B, 16 MiB
-_CALL_TIMEOUT = 15.0  # seconds that a rank waits for the other, which then names who is missing
+_CALL_TIMEOUT = 15.0  # seconds that a rank waits for the other, then named as missing
 _BOUND = 30.0  # seconds that one backend may take in all
 _PROCESS_GROUPS = ("gloo", "nccl", "ucc", "mpi")
 
@@ -255,9 +255,9 @@ def find_process_groups() -> Finding:
 
 
 # ------------------------------------------------------------------------------
-# Engines and trainers: what others start ranks with, and train with.
+# Engines and trainers: other packages that start ranks, and train.
 #
-# Those that take seconds to import are told by what is installed.
+# Those that take seconds to import are found by their installed files.
 
 TORCH_WITH_BACKENDS = "2.9"  # of which `init_process_group("phalanx")` is a part
 _LOAD_MPI = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"

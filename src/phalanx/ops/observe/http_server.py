@@ -24,7 +24,7 @@ from phalanx.transport.tcp.loop import LONGEST_SLEEP, Reactor
 
 SECONDS = 5.0  # from a connection's begin to its end; each event that follows has as many
 CONNECTIONS = 16  # at a time; more are closed at once
-LONGEST_REQUEST = 8 << 10  # bytes; who sends more gets no answer
+LONGEST_REQUEST = 8 << 10  # bytes; a longer request gets no answer
 _REST = 1.0  # seconds without accepting, when it cannot
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[\w.-]+)(?::\d{1,5})?")
 
@@ -69,7 +69,7 @@ class HttpServer(ABC):
     A subclass sets its attributes before it calls this constructor.
     """
 
-    remedy: str  # what a caller is told who calls it otherwise
+    remedy: str  # the answer to a caller that uses another name
     headers = ""  # of every answer, each with its line's end
 
     def __init__(

@@ -109,7 +109,7 @@ def _listen(endpoint: Endpoint) -> socket.socket:
 
 
 # ------------------------------------------------------------------------------
-# The table: what is told.
+# The table of all metrics.
 
 Labels: TypeAlias = "dict[str, str]"
 Samples: TypeAlias = "Iterable[tuple[Labels, float]]"

@@ -184,7 +184,7 @@ class OuterStep:
 
 
 # ------------------------------------------------------------------------------
-# What messages leave out stays in the parameters of the rank that would have sent it.
+# The part that a message leaves out stays in the sender's parameters.
 #
 #     d  =  t - t_i             how far this rank's parameters are from the copy t that all have
 #     q  =  its message         what is sent of d

@@ -99,7 +99,7 @@ class TraceFile:
                 continue
             try:
                 if not text.isascii():
-                    text.decode()  # the decoder passes over what it does not need
+                    text.decode()  # the decoder passes over other fields
                 event = _decode(text)
                 args = _decode_args(event.args)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -90,7 +90,7 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 # ------------------------------------------------------------------------------
-# What the numbers say, in a sentence or two.
+# The numbers' meaning, in a sentence or two.
 
 
 def verdict(merged: MergedTrace) -> str:
@@ -242,7 +242,7 @@ def _overlap(totals: Sequence[float]) -> str:
 
 # Columns: heading, and "text" for words, "long text" for many; "fixed" is not sorted by.
 
-_Cell = tuple[str, object]  # as HTML; and what it is sorted by
+_Cell = tuple[str, object]  # as HTML; and its sort key
 
 _RANKS = (
     ("rank", ""),

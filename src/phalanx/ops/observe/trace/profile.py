@@ -31,7 +31,7 @@ operation is under way; wait in one for a rank that has not begun it; be in one 
 BINS = 240  # of the whole time, for the picture
 SLOWEST = 15  # operations that are shown
 ERRORS = 20
-KINDS = 500  # of operations, by name, line and group; what is more goes into one
+KINDS = 500  # of operations, by name, line and group; the others go into one
 _OTHERS = ("other operations", "", "")
 _LONGEST = 2000  # characters of an error
 
@@ -96,8 +96,8 @@ class RankProfile:
     waiting: array[float] = field(default_factory=lambda: array("d", bytes(8 * BINS)))
     waited: float = 0.0
     awaited: float = 0.0
-    seen_until: float = 0.0  # where its presence ends, so far, in microseconds
-    busy_until: float = 0.0  # where its operations end, so far
+    seen_until: float = 0.0  # end of its presence so far, in microseconds
+    busy_until: float = 0.0  # end of its operations so far
 
     def states(self, number: int) -> tuple[float, float, float, float]:
         """Return the seconds of each of `STATES` in a bin."""

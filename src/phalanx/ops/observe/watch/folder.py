@@ -39,7 +39,7 @@ from phalanx.wire.control import learned
 
 VARIABLE = "PHALANX_WATCH"
 PERIOD = 0.5  # seconds between two states of a rank, and two touches of a watcher
-LINGER = 5.0  # seconds after the last touch in which somebody is taken to watch
+LINGER = 5.0  # seconds after the last touch in which there is a watcher
 OLD = 60.0  # seconds for which the last word of a job that has ended is kept for its watchers
 OTHERS = "others.json"
 _MARKER = "watched"
@@ -54,7 +54,7 @@ class WatchFolder:
         self._touched = self._touched_at()
         self._watched_until = -1.0
 
-    # For those who publish ------------------------------------------------------------------
+    # For publishers -------------------------------------------------------------------------
 
     def is_watched(self) -> bool:
         """Return whether a watcher has touched the marker lately; ask the file system, once."""
@@ -73,7 +73,7 @@ class WatchFolder:
             return os.stat(self.path / _MARKER).st_mtime_ns
         return 0
 
-    # For those who watch --------------------------------------------------------------------
+    # For watchers ---------------------------------------------------------------------------
 
     def touch(self) -> None:
         """Ask for more. `OSError` when the folder is gone, or another user's."""
@@ -188,7 +188,7 @@ STOPPED = "process {pid} is stopped (SIGSTOP, or a debugger holds it)"
 
 
 # ------------------------------------------------------------------------------
-# Where the folders are.
+# The places of the folders.
 
 MEMORY = Path("/dev/shm")
 

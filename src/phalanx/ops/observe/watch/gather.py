@@ -29,11 +29,11 @@ from phalanx.ops.observe.watch.server import as_address, token_for_watchers
 from phalanx.ops.observe.watch.state import JobState, RankState
 from phalanx.wire.control import Answer, chain_of_waits
 
-TROUBLE = ("stopped", "dead", "unreachable")  # what a rank may be that others wait for in vain
+TROUBLE = ("stopped", "dead", "unreachable")  # states of a rank that others wait for in vain
 STALL = 2.0  # seconds in one call after which the chain of waits is shown
-_FIRST = 2.0  # seconds that ranks have to see that somebody watches
+_FIRST = 2.0  # seconds that ranks have to notice a watcher
 _APART = 0.1  # by how much of the time one rank waits less than another, to be called slowest
-_MEMORY = 5.0  # seconds over which shares of time are averaged, to tell who is slowest
+_MEMORY = 5.0  # seconds over which shares of time are averaged, to find the slowest rank
 
 GONE = "its launcher has gone without a word: it was killed, perhaps"
 
@@ -75,7 +75,7 @@ def snapshot(read: Read) -> JobState | None:
 
 
 # ------------------------------------------------------------------------------
-# What can be said of all ranks together.
+# Facts about all ranks together.
 
 
 class Gatherer:
@@ -150,7 +150,7 @@ def stalled(ranks: Sequence[RankState]) -> list[int]:
         return []
     first = max(stuck, key=lambda state: (state.seconds_in, -state.rank))
     answers: dict[int, Answer | None] = {
-        # Who is stopped waits for nobody, whatever it has said before.
+        # A stopped rank waits for nobody, in spite of its last report.
         state.rank: Answer(state.waits_for if state.status == "running" else [], "")
         for state in ranks
     }

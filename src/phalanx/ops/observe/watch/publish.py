@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("phalanx")
 
-LOOK_EVERY = 1.0  # seconds between looks whether somebody watches
+LOOK_EVERY = 1.0  # seconds between looks for watchers
 _FIRST = 0.2  # seconds over which the first rates are taken
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -69,7 +69,7 @@ class Publisher:
         self._thread: threading.Thread | None = None
         self._before: _Sums | None = None
         self._trouble = ""
-        self._due = 0.0  # when this rank looks again where it logs a step
+        self._due = 0.0  # the time of its next look when it logs a step
 
     def begin(self) -> None:
         """Publish that there is this rank, and from now on look for watchers."""
@@ -152,7 +152,7 @@ class Publisher:
         while self._folder.is_watched() and not self._engine.closed:
             self._write(self.state())
             time.sleep(PERIOD)
-        if self._engine.closed:  # what this thread has written last may be of before
+        if self._engine.closed:  # this thread's last publication may be older
             self._write_end()
         else:
             self._write(self._bare())

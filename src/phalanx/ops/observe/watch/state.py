@@ -27,7 +27,7 @@ Status = Literal["starting", "running", "stopped", "dead", "unreachable", "ended
     ended     it has ended well: exit code 0, or 75 after a notice; or it has left the job
 """
 
-MOST_VALUES = 16  # of what the program logs
+MOST_VALUES = 16  # of the logged values
 MOST_RANKS = 64  # of those for which a rank says it waits
 MOST_BYTES = 1 << 20  # of one file of states
 

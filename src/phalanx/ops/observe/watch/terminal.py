@@ -28,7 +28,7 @@ from rich.text import Text
 from phalanx.ops.observe.watch.gather import TROUBLE, ranks_in_words
 from phalanx.ops.observe.watch.state import JobState, RankState
 
-WIDE_ENOUGH = 200  # columns where the output is no terminal, and has no width of its own
+WIDE_ENOUGH = 200  # columns if the output is no terminal, and has no width of its own
 
 
 class _Column(NamedTuple):
@@ -65,7 +65,7 @@ def as_json(state: JobState) -> str:
 def picture(state: JobState, width: int, height: int | None = None) -> RenderableType:
     """Return `state` as a picture of `columns`, and of `lines` if they are given."""
     above = [_headline(state, width)]
-    # Where there is no end of lines, nothing is cut off.
+    # If there is no limit of lines, nothing is cut off.
     below = [
         Text(line, style="bold yellow", no_wrap=height is not None, overflow="ellipsis")
         for line in state.chain
