@@ -8,7 +8,7 @@ The ways in which the ranks of a job learn rank 0's address:
     door (store.py); torchrun: torch's.   where the others look for it; under
     There all ranks say that they are     mpirun, without a port, MPI broadcasts that;
     here, and rank 0 its address          under srun a file brings the token (slurm.py)
-    (native/meeting.py)
+    (native/store_rendezvous.py)
 
 A token comes from the environment. If there is none, it may come with rank 0's address: from MPI,
 or from torch's store with PHALANX_TRUST_STORE=1.
@@ -44,16 +44,16 @@ from phalanx.hooks import begin_observers, check_observers
 from phalanx.launch import slurm
 from phalanx.launch.environment import World, read_environment
 from phalanx.launch.store import connect_store
-from phalanx.native.meeting import (
-    Meeting,
-    MeetingAnswer,
+from phalanx.native.mpi import duplicate, import_mpi
+from phalanx.native.mpi_library import wait_until
+from phalanx.native.store_rendezvous import (
+    Entries,
+    RendezvousAnswer,
+    StoreRendezvous,
     Trust,
-    Words,
     tries,
     trust_in_torchs_store,
 )
-from phalanx.native.mpi import duplicate, import_mpi
-from phalanx.native.mpi_library import wait_until
 from phalanx.transport.backends import MeshBackend
 from phalanx.transport.tcp.addresses import ELSEWHERE, address_toward, listen_toward, resolve
 from phalanx.transport.tcp.admission import find_token
@@ -168,11 +168,11 @@ def _rendezvous_at_store(world: World, timeout: float, own_gpu: bool) -> World:
             "launcher running, and may this host connect to it?",
             rank=world.rank,
         ) from error
-    words = Words(store, (world.run_id, world.restart_count, "init"), trust)
-    meeting = Meeting(words, world.rank, world.world_size, timeout, "init", gpu=own_gpu)
-    meeting.deadline = deadline
+    entries = Entries(store, (world.run_id, world.restart_count, "init"), trust)
+    part = StoreRendezvous(entries, world.rank, world.world_size, timeout, "init", gpu=own_gpu)
+    part.deadline = deadline
     try:
-        answer, listener = meet(meeting, endpoint)
+        answer, listener = meet(part, endpoint)
     finally:
         if world.own_store:
             store.close()
@@ -185,18 +185,18 @@ def _rendezvous_at_store(world: World, timeout: float, own_gpu: bool) -> World:
     )
 
 
-def meet(meeting: Meeting, toward: Endpoint) -> tuple[MeetingAnswer, socket.socket | None]:
-    """Return rank 0's answer, and on rank 0 its listener. Raise as `Meeting` does."""
-    one_host = meeting.come()
-    if meeting.rank:
-        return meeting.tell(), None
+def meet(part: StoreRendezvous, toward: Endpoint) -> tuple[RendezvousAnswer, socket.socket | None]:
+    """Return rank 0's answer, and on rank 0 its listener. Raise as `StoreRendezvous` does."""
+    one_host = part.announce()
+    if part.rank:
+        return part.exchange(), None
     try:
         listener, address = listen_toward(toward, one_host=one_host)
     except DistributedError as error:
-        meeting.fail(error)
+        part.fail(error)
         raise
     try:
-        return meeting.tell(str(address), secrets.token_hex(32)), listener
+        return part.exchange(str(address), secrets.token_hex(32)), listener
     except BaseException:
         listener.close()
         raise

@@ -36,7 +36,7 @@ from phalanx.errors import BackendUnavailableError, DistributedError, MisuseErro
 from phalanx.launch.observer import NodePlace, WatchedNodes
 from phalanx.launch.report import AGAIN, RankExit, describe_failure, root_cause
 from phalanx.launch.store import StoreClient, StoreServer, connect_store, listen_for_store
-from phalanx.native.meeting import tries
+from phalanx.native.store_rendezvous import tries
 from phalanx.transport.tcp.addresses import reserve_port
 from phalanx.wire.control import Endpoint, learned, parse_address
 

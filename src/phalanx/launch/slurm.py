@@ -32,7 +32,7 @@ from phalanx.errors import (
 )
 from phalanx.files import write
 from phalanx.launch.reaper import die_with_parent
-from phalanx.native.meeting import tries
+from phalanx.native.store_rendezvous import tries
 from phalanx.transport.tcp.addresses import resolve
 from phalanx.transport.tcp.admission import MAKE_ONE, find_token
 from phalanx.wire.control import Endpoint

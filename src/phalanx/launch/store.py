@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from phalanx.errors import AuthenticationError, BackendUnavailableError, plain
 from phalanx.launch.server import DoorServer, call
-from phalanx.native.meeting import tries
+from phalanx.native.store_rendezvous import tries
 from phalanx.transport.tcp.addresses import address_on_interface
 from phalanx.transport.tcp.loop import READ, WRITE
 from phalanx.transport.tcp.tls import Tls

@@ -18,7 +18,7 @@ from xxhash import xxh3_64_intdigest
 
 from phalanx.errors import BackendUnavailableError, CollectiveTimeoutError
 from phalanx.native.base import WORD_BYTES
-from phalanx.native.meeting import Meeting, Words, trust_in_torchs_store
+from phalanx.native.store_rendezvous import Entries, StoreRendezvous, trust_in_torchs_store
 from phalanx.transport.tcp.addresses import (
     address_on_interface,
     chosen_interfaces,
@@ -167,9 +167,9 @@ def talk_over(
     rank, size = group.rank(), group.size()
     if place is not None:
         store, prefix = place
-        words = words_in(store, f"{getattr(group, 'group_name', '')}/{prefix}")
-        meeting = Meeting(words, rank, size, timeout, "TorchBackend")
-        return "127.0.0.1" if meeting.come() else None, partial(tell_by, meeting)
+        entries = entries_in(store, f"{getattr(group, 'group_name', '')}/{prefix}")
+        part = StoreRendezvous(entries, rank, size, timeout, "TorchBackend")
+        return "127.0.0.1" if part.announce() else None, partial(exchange_by, part)
     numbers = torch.zeros(size, dtype=torch.int64, device=device)
     numbers[rank] = xxh3_64_intdigest(host_id().encode()) >> 1
     group.allreduce([numbers]).wait()
@@ -183,15 +183,15 @@ def talk_over(
     return "127.0.0.1" if len(set(numbers.tolist())) == 1 else None, tell
 
 
-def words_in(store: Store, prefix: str) -> Words:
+def entries_in(store: Store, prefix: str) -> Entries:
     """Return the entries of a group in a store of torch's, under this prefix."""
-    return Words(store, (prefix,), trust_in_torchs_store())
+    return Entries(store, (prefix,), trust_in_torchs_store())
 
 
-def tell_by(meeting: Meeting, word: bytes) -> bytes:
+def exchange_by(part: StoreRendezvous, word: bytes) -> bytes:
     """Return rank 0's message to all ranks: an address, and the mesh's token if there is one."""
     address, _, token = word.decode().partition(" ")
-    answer = meeting.tell(address, token)
+    answer = part.exchange(address, token)
     return f"{answer.address} {answer.token}".encode()
 
 

@@ -11,7 +11,7 @@ from phalanx.core.backend import DEFAULT_TIMEOUT
 from phalanx.core.call import check_timeout
 from phalanx.errors import BackendUnavailableError, MisuseError
 from phalanx.native.base import LibraryBackend
-from phalanx.native.meeting import Meeting
+from phalanx.native.store_rendezvous import StoreRendezvous
 from phalanx.transport.backends import check_rank
 from phalanx.wire.control import parse_address
 
@@ -91,9 +91,9 @@ class _NamedBackend(LibraryBackend):
 
             store = torch_formation.store_at(rank, world_size, master_addr, timeout, listener)
             prefix = f"phalanx/{job}/{generation}"
-            words = torch_formation.words_in(store, prefix)
-            meeting = Meeting(words, rank, world_size, timeout, "init")
-            one_host = meeting.come() or world_size == 1
+            entries = torch_formation.entries_in(store, prefix)
+            part = StoreRendezvous(entries, rank, world_size, timeout, "init")
+            one_host = part.announce() or world_size == 1
             host = "127.0.0.1" if one_host else parse_address(master_addr).host
         except BaseException:
             if listener is not None:
@@ -113,7 +113,7 @@ class _NamedBackend(LibraryBackend):
             rank,
             world_size,
             host,
-            partial(torch_formation.tell_by, meeting),
+            partial(torch_formation.exchange_by, part),
             join,
             name=self.kind,
             timeout=timeout,

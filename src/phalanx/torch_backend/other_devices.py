@@ -37,7 +37,7 @@ from phalanx.errors import (
     UnsupportedOperationError,
 )
 from phalanx.torch_backend.errors import as_torch
-from phalanx.torch_backend.rendezvous import times_met
+from phalanx.torch_backend.rendezvous import count_rendezvous
 from phalanx.torch_internals import (
     backend_of,
     devices_of,
@@ -267,7 +267,7 @@ class OtherDevices:
 
     def _keys(self) -> Any:
         """Return the store's part for this group's backends. A store may outlive the group."""
-        times = times_met(self._store, self._world_rank)
+        times = count_rendezvous(self._store, self._world_rank)
         return c10d.PrefixStore(f"{NAME}/devices/{times}/{self._group.id:x}", self._store)
 
     # Errors ---------------------------------------------------------------------------------

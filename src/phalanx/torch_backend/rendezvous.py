@@ -1,4 +1,4 @@
-"""The rendezvous of a group's ranks through torch's store: see native/meeting.py.
+"""The rendezvous of a group's ranks through torch's store: see native/store_rendezvous.py.
 
 Ranks that are all on one host meet on loopback.
 """
@@ -12,7 +12,7 @@ from phalanx.core.backend import Backend
 from phalanx.launch import init
 from phalanx.launch.environment import World
 from phalanx.launch.init import make_backend
-from phalanx.native.meeting import Meeting, Words, trust_in_torchs_store
+from phalanx.native.store_rendezvous import Entries, StoreRendezvous, trust_in_torchs_store
 from phalanx.transport.tcp.addresses import ELSEWHERE
 from phalanx.wire.control import Endpoint, is_loopback, parse_address
 
@@ -20,7 +20,7 @@ Store = Any  # torch.distributed.Store
 OP = "init_process_group"
 
 
-def times_met(store: Store, rank: int, *, more: int = 0) -> int:
+def count_rendezvous(store: Store, rank: int, *, more: int = 0) -> int:
     """Add `more` to the count of this rank's rendezvous here, the same on all ranks; return it."""
     return int(store.add(f"phalanx/count/{rank}", more))
 
@@ -40,10 +40,10 @@ def meet(
         return make_backend("auto", World(rank=0, world_size=1), timeout)
     environ = os.environ
     scope = environ.get("TORCHELASTIC_RUN_ID", ""), environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    words = Words(store, (*scope, group), trust_in_torchs_store())
-    meeting = Meeting(words, rank, world_size, timeout, op)
-    answer, listener = init.meet(meeting, _toward(store))
-    times_met(store, rank, more=1)
+    entries = Entries(store, (*scope, group), trust_in_torchs_store())
+    part = StoreRendezvous(entries, rank, world_size, timeout, op)
+    answer, listener = init.meet(part, _route_to_ranks(store))
+    count_rendezvous(store, rank, more=1)
     one_host = is_loopback(parse_address(answer.address).host)
     world = World(
         rank=rank,
@@ -53,12 +53,12 @@ def meet(
         token=answer.token or None,
         listener=listener,
     )
-    backend = make_backend("auto", world, max(meeting.left(), 1.0))
+    backend = make_backend("auto", world, max(part.left(), 1.0))
     backend.timeout = timeout
     return backend
 
 
-def _toward(store: Store) -> Endpoint:
+def _route_to_ranks(store: Store) -> Endpoint:
     """Return an address on the route to the other ranks: the store's host, or MASTER_ADDR."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store

@@ -56,7 +56,7 @@ TRUST_VARIABLE = "PHALANX_TRUST_STORE"
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1  # seconds between two tries
 _AGAIN = 0.5  # seconds until a word that may have been overwritten is put once more
-_LONGEST_WORD, _LONGEST_TEXT = 8192, 2000  # bytes of a word; characters of an error in it
+_LONGEST_ENTRY, _LONGEST_TEXT = 8192, 2000  # bytes of a word; characters of an error in it
 _MARK = "sealed"  # the empty entry, in the place of one, if there is no token
 
 
@@ -82,7 +82,7 @@ def trust_in_torchs_store(environ: Mapping[str, str] = os.environ) -> Trust:
     return "all" if environ.get(TRUST_VARIABLE, "") == "1" else "local"
 
 
-class Words:
+class Entries:
     """The entries of one group's ranks in a store.
 
     scope     job, generation and group: an entry of one is ignored in another
@@ -139,7 +139,7 @@ class Words:
         if not self._store.check([key]):
             return None
         found = bytes(self._store.get(key) or b"")
-        return found.decode("utf-8", "replace") if len(found) <= _LONGEST_WORD else ""
+        return found.decode("utf-8", "replace") if len(found) <= _LONGEST_ENTRY else ""
 
     def _ignore(self, key: str, writer: int) -> None:
         self.strange += 1
@@ -165,7 +165,7 @@ class Words:
         return hmac.new(self._token, said, "sha256").hexdigest()
 
 
-class Presence(msgspec.Struct, frozen=True):
+class Announcement(msgspec.Struct, frozen=True):
     """A rank's entry in the store: its place, and its arguments.
 
     nonce   random, of this one rendezvous
@@ -179,7 +179,7 @@ class Presence(msgspec.Struct, frozen=True):
     gpu: bool = False
 
 
-class MeetingAnswer(msgspec.Struct, frozen=True):
+class RendezvousAnswer(msgspec.Struct, frozen=True):
     """Rank 0's entry for one rank: its address, or the reason why there is none.
 
     nonce   that of the rank which it answers
@@ -206,8 +206,8 @@ _ERRORS: Mapping[str, type[DistributedError]] = MappingProxyType(
 )
 
 
-class Meeting:
-    """One rank's part in one rendezvous: `come()`, then `tell()`, on every rank.
+class StoreRendezvous:
+    """One rank's part in one rendezvous: `announce()`, then `exchange()`, on every rank.
 
     timeout   seconds for both
     op        the user's call, for errors
@@ -215,7 +215,7 @@ class Meeting:
 
     def __init__(
         self,
-        words: Words,
+        entries: Entries,
         rank: int,
         world_size: int,
         timeout: float,
@@ -223,20 +223,20 @@ class Meeting:
         *,
         gpu: bool = False,
     ) -> None:
-        self.words, self.rank, self.world_size, self.op = words, rank, world_size, op
+        self.entries, self.rank, self.world_size, self.op = entries, rank, world_size, op
         self.timeout = timeout
         self.deadline = time.monotonic() + timeout
-        self._own = Presence(host_id(), os.getpid(), world_size, secrets.token_hex(16), gpu)
-        self._word = msgspec.json.encode(self._own).decode()
+        self._own = Announcement(host_id(), os.getpid(), world_size, secrets.token_hex(16), gpu)
+        self._entry = msgspec.json.encode(self._own).decode()
         self._count = 0
         self._stale = False  # whether rank 0's answer is one to an earlier start of this rank
-        self._others: list[Presence] = []  # those of all ranks, on rank 0
+        self._others: list[Announcement] = []  # those of all ranks, on rank 0
 
     def left(self) -> float:
         """Return the seconds until the deadline."""
         return self.deadline - time.monotonic()
 
-    def come(self) -> bool:
+    def announce(self) -> bool:
         """Announce this rank. On rank 0 wait for all, and return whether all are on one host.
 
         Rank 0 tells the others of a problem there. `CollectiveTimeoutError` names the absent ranks.
@@ -244,12 +244,12 @@ class Meeting:
         their number.
         """
         with self._use_store():
-            return self._come_first()
+            return self._announce()
 
-    def _come_first(self) -> bool:
-        self._count = self.words.count(self.rank)
+    def _announce(self) -> bool:
+        self._count = self.entries.count(self.rank)
         last = f"last/{self.rank}"
-        before = self._presence(last, self.rank)
+        before = self._announcement(last, self.rank)
         if before is not None and before.host == self._own.host and self._is_twin(before.process):
             raise self._error(
                 MisuseError,
@@ -257,32 +257,32 @@ class Meeting:
                 f"of this host, which is alive (this is process {os.getpid()}): do two jobs "
                 "have one MASTER_PORT, or did two processes get one RANK?",
             )
-        self.words.put(last, self.rank, self._word)
-        self._come()
+        self.entries.put(last, self.rank, self._entry)
+        self._put_announcement()
         if self.rank:
             return False
         try:
             self._others = [self._own, *map(self._await, range(1, self.world_size))]
             one_host = len({each.host for each in self._others}) == 1
-            if self.words.trust == "local" and not one_host:
+            if self.entries.trust == "local" and not one_host:
                 raise self._untrusted()
         except DistributedError as error:
             self.fail(error)
             raise
         return one_host
 
-    def tell(self, address: str = "", token: str = "") -> MeetingAnswer:
+    def exchange(self, address: str = "", token: str = "") -> RendezvousAnswer:
         """As rank 0, tell all ranks this address, and the token if the store may have one.
 
         Return rank 0's answer. Blocks until it is there; raises the error of `fail`.
         """
         with self._use_store():
-            return self._hear() if self.rank else self._tell(address, token)
+            return self._read_answer() if self.rank else self._publish(address, token)
 
-    def _tell(self, address: str, token: str) -> MeetingAnswer:
-        token = token if self.words.trust == "all" else ""
+    def _publish(self, address: str, token: str) -> RendezvousAnswer:
+        token = token if self.entries.trust == "all" else ""
         gpu = all(each.gpu for each in self._others)
-        answer = MeetingAnswer(address=address, token=token, gpu=gpu)
+        answer = RendezvousAnswer(address=address, token=token, gpu=gpu)
         for rank, other in enumerate(self._others):
             self._answer(rank, msgspec.structs.replace(answer, nonce=other.nonce))
         return answer
@@ -290,9 +290,9 @@ class Meeting:
     def fail(self, error: DistributedError) -> None:
         """As rank 0, tell all ranks that have come why the rendezvous fails."""
         kind, peer = type(error).__name__, error.peer or 0
-        answer = MeetingAnswer(error=kind, reason=str(error)[:_LONGEST_TEXT], peer=peer)
+        answer = RendezvousAnswer(error=kind, reason=str(error)[:_LONGEST_TEXT], peer=peer)
         for rank in range(1, self.world_size):
-            other = self._presence(self._key(rank), rank)
+            other = self._announcement(self._key(rank), rank)
             if other is not None:
                 self._answer(rank, msgspec.structs.replace(answer, nonce=other.nonce))
 
@@ -314,25 +314,25 @@ class Meeting:
     ) -> DistributedError:
         return kind(text, rank=self.rank, peer=peer, op=self.op)
 
-    def _come(self) -> None:
-        self.words.put(self._key(self.rank), self.rank, self._word)
+    def _put_announcement(self) -> None:
+        self.entries.put(self._key(self.rank), self.rank, self._entry)
 
-    def _answer(self, rank: int, answer: MeetingAnswer) -> None:
-        self.words.put(self._key(f"answer/{rank}"), 0, msgspec.json.encode(answer).decode())
+    def _answer(self, rank: int, answer: RendezvousAnswer) -> None:
+        self.entries.put(self._key(f"answer/{rank}"), 0, msgspec.json.encode(answer).decode())
 
     def _key(self, what: object) -> str:
         return f"{self._count}/{what}"
 
-    def _await(self, rank: int) -> Presence:
+    def _await(self, rank: int) -> Announcement:
         """Block until `rank` has put its entry there; return it."""
-        for found in self._looks(rank, self._key(rank)):
-            other = _decode(found, Presence)
+        for found in self._poll(rank, self._key(rank)):
+            other = _decode(found, Announcement)
             if other is not None:
                 self._compare(rank, other)
                 return other
         raise self._nobody(rank)
 
-    def _compare(self, rank: int, other: Presence) -> None:
+    def _compare(self, rank: int, other: Announcement) -> None:
         if other.world_size != self.world_size:
             raise self._error(
                 InvalidWorldSizeError,
@@ -341,10 +341,10 @@ class Meeting:
                 rank,
             )
 
-    def _hear(self) -> MeetingAnswer:
+    def _read_answer(self) -> RendezvousAnswer:
         """Return rank 0's answer to this rank's announcement."""
-        for found in self._looks(0, self._key(f"answer/{self.rank}")):
-            answer = _decode(found, MeetingAnswer)
+        for found in self._poll(0, self._key(f"answer/{self.rank}")):
+            answer = _decode(found, RendezvousAnswer)
             if answer is None or answer.nonce != self._own.nonce:
                 self._stale = answer is not None
                 continue
@@ -352,25 +352,25 @@ class Meeting:
                 kind = _ERRORS.get(answer.error, DistributedError)
                 text = f"rank {self.rank}: rank 0 says: {plain(answer.reason, _LONGEST_TEXT)}"
                 raise self._error(kind, text, answer.peer)
-            if self.words.trust == "local" and not _is_here(answer.address):
+            if self.entries.trust == "local" and not _is_here(answer.address):
                 raise self._untrusted()
             return answer
         raise self._nobody(0)
 
-    def _looks(self, writer: int, key: str) -> Iterator[str]:
+    def _poll(self, writer: int, key: str) -> Iterator[str]:
         """Yield the entry of `writer` at `key`, once a try, until the deadline."""
         beside = time.monotonic() + _AGAIN
         for left in tries(self.deadline):
-            found = self.words.look(key, writer, min(left, _AGAIN))
+            found = self.entries.look(key, writer, min(left, _AGAIN))
             if found:
                 yield found
-            elif time.monotonic() > beside and self.words.trust != "door":
+            elif time.monotonic() > beside and self.entries.trust != "door":
                 beside = time.monotonic() + _AGAIN
-                self._come()
-                there = self._presence(self._key(writer), writer)
+                self._put_announcement()
+                there = self._announcement(self._key(writer), writer)
                 if there is not None:  # rank 0 may have left, for what others have told it
                     self._compare(writer, there)
-                if self.words.look_beside(self._key(writer), writer):
+                if self.entries.look_beside(self._key(writer), writer):
                     raise self._error(
                         AuthenticationError,
                         f"rank {self.rank} and rank {writer} do not hold the same token: rank "
@@ -378,9 +378,9 @@ class Meeting:
                         writer,
                     )
 
-    def _presence(self, key: str, rank: int) -> Presence | None:
-        found = self.words.look(key, rank)
-        return _decode(found, Presence) if found else None
+    def _announcement(self, key: str, rank: int) -> Announcement | None:
+        found = self.entries.look(key, rank)
+        return _decode(found, Announcement) if found else None
 
     def _untrusted(self) -> DistributedError:
         return self._error(
@@ -403,15 +403,15 @@ class Meeting:
 
     def _nobody(self, rank: int) -> CollectiveTimeoutError:
         ranks = [each for each in range(self.world_size) if each != self.rank]
-        missing = [each for each in ranks if self._presence(self._key(each), each) is None]
+        missing = [each for each in ranks if self._announcement(self._key(each), each) is None]
         missing = missing or [rank]
         names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         they = "they" if len(missing) > 1 else "it"
         strange = ""
-        if self.words.strange:
+        if self.entries.strange:
             strange = (
-                f"; {self.words.strange} times something stood there that is not sealed with this "
-                "rank's token: do all ranks hold the same PHALANX_TOKEN?"
+                f"; {self.entries.strange} times something stood there that is not sealed with "
+                "this rank's token: do all ranks hold the same PHALANX_TOKEN?"
             )
         if self._stale:
             strange += (
@@ -429,7 +429,7 @@ class Meeting:
         )
 
 
-_T = TypeVar("_T", Presence, MeetingAnswer)
+_T = TypeVar("_T", Announcement, RendezvousAnswer)
 
 
 def _is_here(address: str) -> bool:
