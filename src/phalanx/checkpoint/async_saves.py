@@ -109,7 +109,7 @@ def wait_for_latest(backend: Backend | None) -> PendingSave | None:
     return latest
 
 
-def settle(backend: Backend | None) -> Backend | None:
+def finish_latest_save(backend: Backend | None) -> Backend | None:
     """Wait for the latest save; raise its error unless `wait` has raised it already.
 
     Returns the group of the same ranks for the messages of the next save, or None if it needs a new

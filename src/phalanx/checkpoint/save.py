@@ -19,7 +19,7 @@ from xxhash import xxh3_64_hexdigest
 
 from phalanx import files
 from phalanx.checkpoint import state, storage
-from phalanx.checkpoint.async_saves import PendingSave, settle
+from phalanx.checkpoint.async_saves import PendingSave, finish_latest_save
 from phalanx.checkpoint.group import CheckpointGroup, group_for
 from phalanx.checkpoint.manifest import VERSION, Commit, FileRecord, Manifest, encode
 from phalanx.checkpoint.parts import cuts_of
@@ -151,7 +151,7 @@ class _Save:
         means: dict[Tensor, Tensor],
     ) -> bytes:
         """Describe this rank's tensors and request, for the exchange; nothing is written yet."""
-        self.background = settle(self.group.backend)
+        self.background = finish_latest_save(self.group.backend)
         local, held, rank = LocalTensors(), state.model_state(model), self.group.rank
         for name, shard in held.parameters.items():
             tensor = means.get(shard.tensor, shard.tensor)

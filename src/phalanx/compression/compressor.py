@@ -80,7 +80,7 @@ Rounds: TypeAlias = Generator[Request, Tensor, None]
 # shapes  (2, 5)                  (2,)
 
 
-class GradientPlace(NamedTuple):
+class GradientRange(NamedTuple):
     """The place of a gradient in a bucket: elements start:stop."""
 
     name: str
@@ -101,7 +101,7 @@ class GradientBucket:
         self.flat = flat
         stops = list(accumulate(shape.numel() for shape in shapes))
         self.pieces = tuple(
-            GradientPlace(name, shape, stop - shape.numel(), stop)
+            GradientRange(name, shape, stop - shape.numel(), stop)
             for name, shape, stop in zip(names, shapes, stops, strict=True)
         )
 
@@ -125,12 +125,12 @@ class GradientBucket:
         """Return the flat memory as `[parts, ...]`: row i is member i's shard."""
         return self.flat.view(parts, len(self.flat) // parts)
 
-    def cut(self, flat: Tensor) -> Iterator[tuple[GradientPlace, Tensor]]:
+    def cut(self, flat: Tensor) -> Iterator[tuple[GradientRange, Tensor]]:
         """Yield each gradient's place, and its view, in its shape, of a tensor like `flat`."""
         for place in self.pieces:
             yield place, flat[place.start : place.stop].view(place.shape)
 
-    def overlaps(self, start: int, stop: int) -> Iterator[tuple[GradientPlace, int, int]]:
+    def overlaps(self, start: int, stop: int) -> Iterator[tuple[GradientRange, int, int]]:
         """Yield the gradients that overlap elements start:stop, and the common elements."""
         for place in self.pieces:
             low, high = max(place.start, start), min(place.stop, stop)

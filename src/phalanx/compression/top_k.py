@@ -173,7 +173,7 @@ def _average_into(into: Tensor, rows: Tensor, like: CompressedGradient) -> None:
 # largest, unless they turn out to be fewer than k.
 
 SAMPLE = 1 << 14  # values
-PIECE = 1 << 18  # values that are compared together: intermediate results stay in the caches
+COMPARE_BLOCK = 1 << 18  # values compared at once: intermediate results stay in the caches
 
 
 def largest(values: Tensor, k: int) -> Tensor:
@@ -206,7 +206,7 @@ def _candidates(values: Tensor, k: int) -> Tensor | None:
     bound = _kth_largest(_keys(sample), some_more)
     if bound == 0:  # all reach it
         return None
-    size = PIECE if values.device.type == "cpu" else n
+    size = COMPARE_BLOCK if values.device.type == "cpu" else n
     found = [
         (_keys(piece) >= bound).nonzero().flatten() + number * size
         for number, piece in enumerate(torch.split(values, size))

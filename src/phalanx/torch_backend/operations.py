@@ -51,7 +51,7 @@ class Settings(NamedTuple):
     factor: float = 1.0
 
 
-class Asked(NamedTuple):
+class CallRequest(NamedTuple):
     """A request, and the tensors that receive its results."""
 
     request: Request[Any]
@@ -63,7 +63,7 @@ class Asked(NamedTuple):
 
 
 @dataclass(slots=True)
-class Plain(Request[Any]):
+class SingleRequest(Request[Any]):
     """A request of two functions: the blocking call, and the one that begins it."""
 
     blocking: Callable[[], Any]
@@ -79,7 +79,7 @@ class Plain(Request[Any]):
 
 
 @dataclass(slots=True)
-class Several(Request[None]):
+class BatchedRequests(Request[None]):
     """Several collectives of one group, in order: all are done when the last one is."""
 
     requests: Sequence[Any]
@@ -257,11 +257,11 @@ def _ask(function: Any, given: Any, *arguments: Any, **options: Any) -> Any:
 # The rows.
 
 
-def _all_reduce(backend: Backend, s: Settings, tensors: Any) -> Asked:
+def _all_reduce(backend: Backend, s: Settings, tensors: Any) -> CallRequest:
     tensor = only(tensors, backend, "all_reduce")
     if tensor.is_sparse:
-        return Asked(_sparse_all_reduce(backend, s, tensor), (tensor,))
-    return Asked(_ask(ours.all_reduce_, tensor, backend, s.op, timeout=s.timeout), (tensor,))
+        return CallRequest(_sparse_all_reduce(backend, s, tensor), (tensor,))
+    return CallRequest(_ask(ours.all_reduce_, tensor, backend, s.op, timeout=s.timeout), (tensor,))
 
 
 def _sparse_all_reduce(backend: Backend, s: Settings, tensor: Tensor) -> Request[Any]:
@@ -292,46 +292,48 @@ def _sparse_all_reduce(backend: Backend, s: Settings, tensor: Tensor) -> Request
     return request  # type: ignore[no-any-return]
 
 
-def _all_reduce_coalesced(backend: Backend, s: Settings, tensors: list[Tensor]) -> Asked:
+def _all_reduce_coalesced(backend: Backend, s: Settings, tensors: list[Tensor]) -> CallRequest:
     memory = list(map(memory_of, tensors))
     request = _ask(ours.all_reduce_coalesced_, memory, backend, s.op, timeout=s.timeout)
-    return Asked(request, tensors)
+    return CallRequest(request, tensors)
 
 
-def _broadcast(backend: Backend, s: Settings, tensors: Any) -> Asked:
+def _broadcast(backend: Backend, s: Settings, tensors: Any) -> CallRequest:
     tensor = only(tensors, backend, "broadcast")
-    return Asked(_ask(ours.broadcast_, tensor, backend, s.root, timeout=s.timeout), (tensor,))
+    return CallRequest(_ask(ours.broadcast_, tensor, backend, s.root, timeout=s.timeout), (tensor,))
 
 
-def _reduce(backend: Backend, s: Settings, tensors: Any) -> Asked:
+def _reduce(backend: Backend, s: Settings, tensors: Any) -> CallRequest:
     tensor = only(tensors, backend, "reduce")
     request = _ask(ours.reduce_, tensor, backend, s.root, s.op, timeout=s.timeout)
-    return Asked(request, (tensor,))
+    return CallRequest(request, (tensor,))
 
 
-def _all_gather(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Asked:
+def _all_gather(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> CallRequest:
     source = only(inputs, backend, "all_gather")
     lists = outputs if isinstance(outputs[0], Tensor) else only(outputs, backend, "all_gather")
     return _gathered(backend, s, check_list(lists, source, backend, "all_gather"), source)
 
 
-def _all_gather_single(backend: Backend, s: Settings, output: Tensor, source: Tensor) -> Asked:
+def _all_gather_single(
+    backend: Backend, s: Settings, output: Tensor, source: Tensor
+) -> CallRequest:
     check_whole("output", output, source, backend, "all_gather")
     return _gathered(backend, s, [output], source)
 
 
-def _gathered(backend: Backend, s: Settings, results: list[Tensor], source: Tensor) -> Asked:
+def _gathered(backend: Backend, s: Settings, results: list[Tensor], source: Tensor) -> CallRequest:
     def request(into: Tensor) -> Any:
         return _ask(ours.all_gather, flat(source), backend, into=into, timeout=s.timeout)
 
-    return Asked(taken_apart(results, backend, request), results)
+    return CallRequest(taken_apart(results, backend, request), results)
 
 
-def _gather(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Asked:
+def _gather(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> CallRequest:
     source = only(inputs, backend, "gather")
     if backend.check_rank(s.root, "root") != backend.rank:
         request = _ask(ours.gather, flat(source), backend, s.root, timeout=s.timeout)
-        return Asked(request, ())
+        return CallRequest(request, ())
     lists = (
         outputs if outputs and isinstance(outputs[0], Tensor) else only(outputs, backend, "gather")
     )
@@ -340,10 +342,10 @@ def _gather(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Asked:
     def at_root(into: Tensor) -> Any:
         return _ask(ours.gather, flat(source), backend, s.root, into=into, timeout=s.timeout)
 
-    return Asked(taken_apart(results, backend, at_root), results)
+    return CallRequest(taken_apart(results, backend, at_root), results)
 
 
-def _scatter(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Asked:
+def _scatter(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> CallRequest:
     output = only(outputs, backend, "scatter")
     whole = None
     if backend.check_rank(s.root, "root") == backend.rank:
@@ -355,29 +357,31 @@ def _scatter(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Asked:
     def request(into: Tensor) -> Any:
         return _ask(ours.scatter, whole, backend, s.root, into=into, timeout=s.timeout)
 
-    return Asked(taken_apart([output], backend, request), (output,))
+    return CallRequest(taken_apart([output], backend, request), (output,))
 
 
-def _reduce_scatter(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Asked:
+def _reduce_scatter(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> CallRequest:
     output = only(outputs, backend, "reduce_scatter")
     lists = inputs if isinstance(inputs[0], Tensor) else only(inputs, backend, "reduce_scatter")
     whole = joined(check_list(lists, output, backend, "reduce_scatter"), backend)
     return _scattered(backend, s, output, whole)
 
 
-def _reduce_scatter_single(backend: Backend, s: Settings, output: Tensor, source: Tensor) -> Asked:
+def _reduce_scatter_single(
+    backend: Backend, s: Settings, output: Tensor, source: Tensor
+) -> CallRequest:
     check_whole("input", source, output, backend, "reduce_scatter")
     return _scattered(backend, s, output, flat(source))
 
 
-def _scattered(backend: Backend, s: Settings, output: Tensor, whole: Tensor) -> Asked:
+def _scattered(backend: Backend, s: Settings, output: Tensor, whole: Tensor) -> CallRequest:
     def request(into: Tensor) -> Any:
         return _ask(ours.reduce_scatter, whole, backend, s.op, into=into, timeout=s.timeout)
 
-    return Asked(taken_apart([output], backend, request), (output,))
+    return CallRequest(taken_apart([output], backend, request), (output,))
 
 
-def _all_to_all(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Asked:
+def _all_to_all(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> CallRequest:
     results = check_list(outputs, None, backend, "all_to_all")
     sources = check_list(inputs, None, backend, "all_to_all")
     sends, receives = ([each.numel() for each in listed] for listed in (sources, results))
@@ -388,7 +392,7 @@ def _all_to_all(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Ask
             ours.all_to_all_uneven, whole, sends, receives, backend, into=into, timeout=s.timeout
         )
 
-    return Asked(taken_apart(results, backend, request), results)
+    return CallRequest(taken_apart(results, backend, request), results)
 
 
 def _all_to_all_single(
@@ -398,7 +402,7 @@ def _all_to_all_single(
     source: Tensor,
     output_rows: Sequence[int],
     input_rows: Sequence[int],
-) -> Asked:
+) -> CallRequest:
     even = not (output_rows or input_rows)
     sends = _elements(source, input_rows, backend)
     receives = _elements(output, output_rows, backend)
@@ -411,7 +415,7 @@ def _all_to_all_single(
             ours.all_to_all_uneven, whole, sends, receives, backend, into=into, timeout=s.timeout
         )
 
-    return Asked(taken_apart([output], backend, request), (output,))
+    return CallRequest(taken_apart([output], backend, request), (output,))
 
 
 def _elements(tensor: Tensor, rows: Sequence[int], backend: Backend) -> list[int]:
@@ -436,35 +440,35 @@ def _elements(tensor: Tensor, rows: Sequence[int], backend: Backend) -> list[int
     return [count * (tensor.numel() // max(first, 1)) for count in rows]
 
 
-def _each(row: Callable[..., Asked]) -> Callable[..., Asked]:
+def _each(row: Callable[..., CallRequest]) -> Callable[..., CallRequest]:
     """Return a row's form for lists of its arguments: one request after the other."""
 
-    def several(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Asked:
+    def several(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> CallRequest:
         if len(outputs) != len(inputs) or not inputs:
             raise refuse(
                 f"{len(outputs)} outputs for {len(inputs)} inputs", backend, row.__name__[1:]
             )
         asked = [row(backend, s, *pair) for pair in zip(outputs, inputs, strict=True)]
         tensors = [tensor for each in asked for tensor in each.tensors]
-        return Asked(Several([each.request for each in asked]), tensors)
+        return CallRequest(BatchedRequests([each.request for each in asked]), tensors)
 
     return several
 
 
-def _all_gather_coalesced(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Asked:
+def _all_gather_coalesced(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> CallRequest:
     of_ranks = check_lists(outputs, len(inputs), backend, "all_gather_coalesced")
     results = [[[tensors[n] for tensors in of_ranks]] for n in range(len(inputs))]
     return _each(_all_gather)(backend, s, results, [[each] for each in inputs])
 
 
-def _barrier(backend: Backend, s: Settings) -> Asked:
+def _barrier(backend: Backend, s: Settings) -> CallRequest:
     def blocking() -> None:
         backend.barrier(timeout=s.timeout)
 
     def begin(*, background: bool) -> Work[Any]:
         return backend.ibarrier(timeout=s.timeout, background=background)
 
-    return Asked(Plain(blocking, begin), ())
+    return CallRequest(SingleRequest(blocking, begin), ())
 
 
 class Operation(NamedTuple):
@@ -477,7 +481,7 @@ class Operation(NamedTuple):
     """
 
     name: str
-    ask: Callable[..., Asked]
+    ask: Callable[..., CallRequest]
     tensors: int
     short: tuple[str, ...] = ()
 
@@ -504,7 +508,7 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
         "barrier": Operation("barrier", _barrier, 0),
     }
 )
-"""torch's name for the method -> what it asks for."""
+"""torch's name for the method -> its request."""
 
 OLD_NAMES: Mapping[str, str] = MappingProxyType(
     {

@@ -51,7 +51,7 @@ ALMOST = 0.9  # of a timeout: backends round
 c10d: Any = torch.distributed.distributed_c10d
 
 
-class Named(NamedTuple):
+class NamedDevices(NamedTuple):
     """The backends that a program has named for the devices of one group.
 
     backends  kind of device -> name of its backend
@@ -62,7 +62,7 @@ class Named(NamedTuple):
     made: ProcessGroup | None = None
 
 
-def named_for_devices(rank: int) -> Named:
+def named_for_devices(rank: int) -> NamedDevices:
     """Return the backends that are named for the group that torch is making by calling us.
 
     torch does not tell a creator: they are local variables of its function that calls the creator.
@@ -70,7 +70,7 @@ def named_for_devices(rank: int) -> Named:
     """
     torchs = variables_of_group_being_made()
     if torchs is None:
-        return Named({"cpu": NAME})
+        return NamedDevices({"cpu": NAME})
     config, group = torchs["backend_config"], torchs["pg"]
     backends = {kind: str(name) for kind, name in config.get_device_backend_map().items()}
     if backends.get("cpu", NAME) != NAME:
@@ -80,7 +80,7 @@ def named_for_devices(rank: int) -> Named:
             rank=rank,
             op="init_process_group",
         )
-    return Named(backends, group if devices_of(group) else None)
+    return NamedDevices(backends, group if devices_of(group) else None)
 
 
 def _written(backends: Mapping[str, str]) -> str:
@@ -97,14 +97,14 @@ def tensors_in(arguments: Any) -> Iterator[Tensor]:
             yield from tensors_in(argument)
 
 
-class Other(NamedTuple):
+class DeviceGroup(NamedTuple):
     """Torch's group for the tensors of one kind of device, and its backend."""
 
     group: ProcessGroup
     backend: Any
 
     @classmethod
-    def of(cls, group: ProcessGroup, kind: str) -> Other:
+    def of(cls, group: ProcessGroup, kind: str) -> DeviceGroup:
         """Return the group for a kind of device."""
         return cls(group, backend_of(group, kind))
 
@@ -124,7 +124,7 @@ class OtherDevices:
     def __init__(
         self,
         backend: Backend,
-        named: Named,
+        named: NamedDevices,
         options: Any,
         backend_options: object,
         store: Any,
@@ -145,7 +145,7 @@ class OtherDevices:
         self._together = False  # torch has begun to put messages together
         made = named.made
         kinds = [] if made is None else [device.type for device in devices_of(made)]
-        self._made = {kind: Other.of(made, kind) for kind in kinds if made is not None}
+        self._made = {kind: DeviceGroup.of(made, kind) for kind in kinds if made is not None}
         self._failed: dict[str, DistributedError] = {}
 
     @property
@@ -210,7 +210,7 @@ class OtherDevices:
 
     # Making them ----------------------------------------------------------------------------
 
-    def backend_for(self, device: torch.device, op: str) -> Other:
+    def backend_for(self, device: torch.device, op: str) -> DeviceGroup:
         """Return the backend of the device. The first call makes it, and may block for other ranks.
 
         Raises `UnsupportedOperationError` if none is named, `BackendUnavailableError` if it cannot
@@ -249,7 +249,7 @@ class OtherDevices:
         finally:
             self._making.remove(kind)
 
-    def _make(self, kind: str) -> Other:
+    def _make(self, kind: str) -> DeviceGroup:
         """Return torch's group for the device, under a name and keys that all members know."""
         store = self._keys()
         store.set(f"{kind}/{self._rank}", "")
@@ -263,7 +263,7 @@ class OtherDevices:
             backend_options=self._backend_options,
             timeout=self.timeout,
         )
-        return Other.of(group, kind)
+        return DeviceGroup.of(group, kind)
 
     def _keys(self) -> Any:
         """Return the store's part for this group's backends. A store may outlive the group."""

@@ -2,7 +2,7 @@
 
 PhalanxProcessGroup    the group that torch's callers have
 PhalanxBackend         the backend in it, from torch 2.14 on
-Calls                  the calls of both
+CollectiveMethods      the calls of both
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def recorded(name: str, arguments: Sequence[Any]) -> Iterator[None]:
         autograd._record_function_with_args_exit(event)
 
 
-class Calls:
+class CollectiveMethods:
     """All calls of a process group or backend of torch's, those of `OPERATIONS` too.
 
     backend   ours, which this closes
@@ -230,7 +230,7 @@ class Calls:
     def _end_of_backward(self) -> None:
         (_, works), self._backward = self._backward, (-1, [])
         for work in works:
-            work.settle()  # an error comes out of the future, or DDP would not finish this pass,
+            work.take_outcome()  # its error stays in the future: DDP has to end this pass,
             self._backward_failed |= not work.is_success()  # and refuse the next one
 
     # Messages -------------------------------------------------------------------------------
@@ -372,7 +372,7 @@ def _method(name: str, operation: Operation) -> Callable[..., Any]:
     tensor_count = operation.tensors
     counted_as = {new: old for old, new in OLD_NAMES.items()}.get(name, name)
 
-    def call(self: Calls, *arguments: Any, **named: Any) -> Any:
+    def call(self: CollectiveMethods, *arguments: Any, **named: Any) -> Any:
         first = arguments[0] if arguments else None
         if type(first) is list and first:
             first = first[0]
@@ -395,23 +395,23 @@ def _method(name: str, operation: Operation) -> Callable[..., Any]:
 
 
 for _name, _operation in OPERATIONS.items():
-    setattr(Calls, _name, _method(_name, _operation))
+    setattr(CollectiveMethods, _name, _method(_name, _operation))
 for _old, _new in OLD_NAMES.items():
-    setattr(Calls, _old, _method(_old, OPERATIONS[_new]))
-untraced(Calls)
+    setattr(CollectiveMethods, _old, _method(_old, OPERATIONS[_new]))
+untraced(CollectiveMethods)
 
 
 @untraced
-class PhalanxBackend(Calls, TorchBackend):
+class PhalanxBackend(CollectiveMethods, TorchBackend):
     """The backend inside a process group, for tensors on the CPU, from torch 2.14 on."""
 
     def __init__(self, backend: Backend, others: OtherDevices) -> None:
         TorchBackend.__init__(self, backend.rank, backend.world_size)
-        Calls.__init__(self, backend, others)
+        CollectiveMethods.__init__(self, backend, others)
 
 
 @untraced
-class PhalanxProcessGroup(Calls, ProcessGroup):
+class PhalanxProcessGroup(CollectiveMethods, ProcessGroup):
     """One rank of a process group, for torch.
 
     From torch 2.14 on it contains a `PhalanxBackend`, which torch's code asks for. A group of
@@ -425,7 +425,7 @@ class PhalanxProcessGroup(Calls, ProcessGroup):
 
     def __init__(self, backend: Backend, store: Any, others: OtherDevices) -> None:
         ProcessGroup.__init__(self, backend.rank, backend.world_size)  # type: ignore[call-arg]
-        Calls.__init__(self, backend, others)
+        CollectiveMethods.__init__(self, backend, others)
         self._store = store
         self._name = self._description = ""
         if VERSION >= CONTAINS_BACKENDS:

@@ -106,7 +106,7 @@ class ProcessGroupWork(c10d.Work):
     def exception(self) -> DistributedError | None:
         """Return the error with which it ended, or None, also while it is under way."""
         if self._work is not None and self._work.done():
-            self.settle()
+            self.take_outcome()
         return self._error
 
     def is_success(self) -> bool:
@@ -125,7 +125,7 @@ class ProcessGroupWork(c10d.Work):
 
     _source_rank = source_rank
 
-    def settle(self) -> None:
+    def take_outcome(self) -> None:
         """Take the outcome; blocks only if it is under way."""
         with suppress(DistributedError):  # it is kept
             self.wait()
@@ -151,7 +151,7 @@ class ProcessGroupWork(c10d.Work):
         else:
             waits = in_backward or _callbacks.running
         if waits:
-            self.settle()
+            self.take_outcome()
         work, failed = self._work, self._error is not None
         if in_backward and self._at_end is not None and (work is not None or failed):
             self._at_end(self)
@@ -240,7 +240,7 @@ class WorkFuture(Future[list[Tensor]]):
 
     def complete(self) -> None:
         """Set the outcome, if it is not set, and run the callbacks. The work is over."""
-        self._owner.settle()  # which may run callbacks, and these may wait for this future
+        self._owner.take_outcome()  # which may run callbacks, and these may wait for this future
         if not self._once.acquire(blocking=False):
             return
         outer, _callbacks.running = _callbacks.running, True
@@ -256,7 +256,7 @@ class WorkFuture(Future[list[Tensor]]):
 
     def wait(self) -> list[Tensor]:
         """Block until the work is done; return its tensors."""
-        self._owner.settle()
+        self._owner.take_outcome()
         self.complete()
         return super().wait()
 
