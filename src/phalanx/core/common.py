@@ -1,6 +1,6 @@
 """Memory that the ranks of a group have in common: rank 0 allocates it, the others attach it.
 
-    rank 0 -> others    its place, once rank 0 has allocated it
+    rank 0 -> others    where it is, once rank 0 has allocated it
     others -> rank 0    that they have attached it, or why they could not
     rank 0 -> others    whether all have it
 
@@ -10,7 +10,7 @@ bytes.
 Memory order. A rank that receives a message, or sees a flag, sees everything that the sender had
 written in memory before: sending and receiving a message are system calls, or take a lock; around
 flags there are fences where they are needed (`shm/control.py`). So all ranks see after a barrier
-all that was written before it. Between two barriers the callers share out the writing: backends
+what was written before it. Between two barriers the callers decide who writes what: backends
 neither read nor write this memory.
 """
 

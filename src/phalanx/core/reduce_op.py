@@ -163,7 +163,7 @@ def reduction_for(
 
 
 def mean_of_two(first: Tensor, second: Tensor, out: Tensor) -> object:
-    """Return the mean of two ranks' floating-point values; narrow dtypes computed in wider ones."""
+    """The mean of two ranks' floating-point values; of a narrow dtype, computed in a wider one."""
     if out.dtype not in NARROW:
         return torch.add(first, second, out=out).div_(2)
     total = first.to(WIDER[out.dtype])

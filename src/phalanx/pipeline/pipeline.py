@@ -48,35 +48,42 @@ LossFunction = Callable[[Any, Any], Tensor]
 class Pipeline(Wrapper):
     """Layers one after the other, cut into stages, one or more on each rank of `backend`.
 
+        pipeline = Pipeline(layers, backend, PipelineParallelConfig(4, 16))
+        optimizer = torch.optim.AdamW(pipeline.parameters())        # of this rank's layers
+        for inputs, targets in batches:     # used on the first stage, and on the last
+            optimizer.zero_grad()
+            loss = pipeline.train_step(inputs, targets, loss_function)
+            phalanx.clip_grad_norm_(pipeline, 1.0)                  # the norm over all stages
+            optimizer.step()
+
     layers    all of them, on every rank: an nn.Sequential, or a list of modules. Only this rank's
               are kept, as `module`; the others are not touched, and may be on the meta device
     backend   the ranks; as many as the configuration has stages
-    config    the cut of the layers, and the schedule
-    stages    the layers of each stage, by default equally many (see `balance_stages`).
+    config    how the layers are cut, and the schedule
+    stages    which layers are which stage, by default equally many each (see `balance_stages`).
               Stage s is on rank s % p; with `zb_v`, stage p + n is on rank p - 1 - n
 
-        pipeline = Pipeline(layers, backend, PipelineParallelConfig(4, 16))
-        optimizer = torch.optim.AdamW(pipeline.parameters())
-        for inputs, targets in batches:
-            optimizer.zero_grad()
-            loss = pipeline.train_step(inputs, targets, loss_function)
-            optimizer.step()
-
-    Losses and gradients are the plain model's up to rounding, with two exceptions of every
-    pipeline: a batch norm sees micro-batches (its running statistics, too), and dropout draws on
-    each rank from that rank's random state.
+    # Notes
+    Losses and gradients are the plain model's up to rounding, with two exceptions that every
+    pipeline has: a batch norm sees micro-batches (its running statistics, too), and dropout draws
+    on each rank from that rank's random state.
 
     `parameters()` are this rank's, under their names in the plain model: all ranks' `state_dict`s
     together are the plain model's, which each rank can load. A layer takes and gives a tensor on
     the CPU, or tuples, lists and dicts of tensors and None; shapes are sent once a kind of batch.
 
-    A training loop also needs `phalanx.clip_grad_norm_(pipeline, 1.0)`, for the norm over all
-    stages (torch's, of one stage, is refused); `GradScaler(backend)`; an optimizer for each stage's
-    own parameters. `save_checkpoint(folder, model=pipeline, optimizer=optimizer, step=n)` writes
-    the whole model's state, for any number of stages, and for a plain model.
+    Each stage has its own optimizer; losses are scaled by `GradScaler(backend)`; torch's norm, of
+    one stage, is refused. `save_checkpoint(folder, model=pipeline, optimizer=optimizer, step=n)`
+    writes the whole model's state, for any number of stages, and for a plain model.
 
-    On a mesh: `Pipeline(layers, mesh["stage"], config)`, a part of the batch for each rank of
-    `mesh["data"]`, and after a step the mean of their gradients,
+    Raises on every rank `DesyncError` if the ranks are given different pipelines,
+    `UnsupportedOperationError` if layers on different ranks share a parameter,
+    `InvalidWorldSizeError`, ValueError, TypeError or `MisuseError` for arguments that do not make
+    a pipeline. Only the comparison of the arguments has been sent then.
+
+    # On a mesh
+    `Pipeline(layers, mesh["stage"], config)`, a part of the batch for each rank of `mesh["data"]`,
+    and after a step the mean of their gradients,
 
         gradients = [p.grad for p in pipeline.parameters() if p.grad is not None]
         all_reduce_coalesced_(gradients, mesh["data"], ReduceOp.MEAN)
@@ -85,11 +92,6 @@ class Pipeline(Wrapper):
     wraps all of its own that it trains; those of others may be wrapped or plain. Layers may also be
     cut over `mesh["tensor"]` by `parallelize`, on every rank alike. All ranks with the same part
     then save and load a checkpoint together: `backend=mesh["data", "stage"]`.
-
-    Raises on every rank `DesyncError` if the ranks are given different pipelines,
-    `UnsupportedOperationError` if layers on different ranks share a parameter,
-    `InvalidWorldSizeError`, ValueError, TypeError or `MisuseError` for arguments that make no
-    pipeline. Only the comparison of the arguments has been sent then.
     """
 
     spreads = True

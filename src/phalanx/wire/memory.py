@@ -69,7 +69,7 @@ def _bytes_of_buffer(view: memoryview) -> memoryview:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return the tensor as plain memory: itself, an alias of its memory, or a contiguous copy."""
+    """The tensor as plain memory: itself, another tensor of that memory, or a contiguous copy."""
     if not is_plain(tensor):
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         copy_bits(copy, tensor)
