@@ -14,7 +14,7 @@ TypeError or ValueError. Attributes have the known facts, `None` if one has no m
     ├── InvalidRankError        ValueError         a rank that does not exist
     ├── InvalidWorldSizeError   ValueError         a world or group that cannot be
     ├── SelfSendError           ValueError         a message to oneself
-    ├── SizeMismatchError       ValueError         what came is not as long as what was expected
+    ├── SizeMismatchError       ValueError         a message not as long as expected
     ├── DesyncError             RuntimeError       ranks that do different things
     ├── CollectiveTimeoutError  TimeoutError       a deadline that passed
     ├── PeerLostError           ConnectionError    a rank that died, left or cannot be reached

@@ -1,6 +1,6 @@
 """Private names of torch that Phalanx uses: here, and nowhere else.
 
-    what torch has                             what for                       if it is gone
+    name in torch                              use                            if it is gone
     torch.utils._pytree                        tensors in nested arguments    optree has it
     _C._current_graph_task_id                  is this a backward pass        no hooks in it
     autograd._is_checkpoint_valid              ... that fills every .grad     refuse inputs=
@@ -23,8 +23,8 @@
 
 Two functions read local variables of torch's functions, for want of another way:
 `variables_of_group_being_made` and `variables_of_batch`. torch does not tell the creator of a
-process group which backends a program names for devices, nor a group which messages are a batch (up
-to 2.13).
+process group which backends a program names for devices. Nor does it tell a group which messages
+are a batch (up to 2.13).
 
 Two modules are imported during `import torch` and use such names themselves: the registration in
 `phalanx/__init__.py` (`Backend._plugins`) and `torch_backend/instead_of_gloo.py`, which replaces
@@ -180,7 +180,7 @@ def untraced(kind: type[T]) -> type[T]:
 
 
 def dispatch_modes() -> list[Any]:
-    """Return the modes that see what this thread does with tensors, such as `CommDebugMode`."""
+    """Return the modes that see this thread's operations on tensors, such as `CommDebugMode`."""
     if not torch._C._len_torch_dispatch_stack():  # which is asked for in each call of a collective
         return []
     return _python_dispatch._get_current_dispatch_mode_stack()

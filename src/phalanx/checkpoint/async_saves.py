@@ -22,8 +22,8 @@ class PendingSave:
     folder   of the new checkpoint, which is complete when `wait` has returned
     step     of the save
 
-    An error of a save in the background is in the log, is raised by `wait`, and, if nobody has
-    called that, by the next save on the same backend.
+    An error of a save in the background is in the log, and `wait` raises it. Without a call of
+    `wait`, the next save on the same backend raises it.
     """
 
     def __init__(self, folder: Path, step: int) -> None:

@@ -87,15 +87,15 @@ def load_checkpoint(
     timeout       seconds that a rank waits for the others at a time; by default 600, or the
                   backend's if that is more
 
-    Blocks until every rank has read what it holds, checked it against the checksums, and found that
-    it fits; only then is anything changed. Reads the blocks (4 MiB) that this rank has something
-    in, and takes as much memory as it holds. Messages: the manifest, from rank 0.
+    Blocks until every rank has read its part, checked it against the checksums, and found that it
+    fits; only then is anything changed. Reads the blocks (4 MiB) that this rank has something in,
+    and takes as much memory as it holds. Messages: the manifest, from rank 0.
 
     Raises, on every rank and with nothing changed, `CheckpointNotFoundError` (a FileNotFoundError);
     `CheckpointDamagedError` (a ValueError) for a file that is missing, truncated or altered, which
     it names, with the checkpoint that could be loaded instead; `CheckpointMismatchError` (a
     ValueError) for a model or optimizer that it does not fit, naming the missing, unexpected or
-    different tensor, and for state that cannot be cut for this many ranks; `CheckpointIOError`;
+    different tensor; also for state that cannot be cut for this many ranks; `CheckpointIOError`;
     `MisuseError` for an optimizer without its model. `CollectiveTimeoutError`, `PeerLostError`,
     `DesyncError`.
     """

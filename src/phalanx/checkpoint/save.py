@@ -60,7 +60,7 @@ def save_checkpoint(
     model       a plain module, DDP, FSDP, or a module with such in it. Each rank writes its
     part; one of several that hold the same writes it, so that all write about as much.
                 Buffers and extra state of the state dict are rank 0's. State of each rank (DDP's
-                compression) is kept for each. Of LocalSGD and DiLoCo, where ranks have different
+                compression) is kept for each. Of LocalSGD and DiLoCo, if ranks have different
                 parameters: the means, and each rank's own, with its optimizer's state
     step        number of training steps so far, 0 or more
     optimizer   of these parameters
@@ -269,11 +269,11 @@ def new_checkpoint(
 ) -> Generator[tuple[str, str, str], list[FileRecord]]:
     """Make a checkpoint in `folder`; `manifest` has everything but the records of the files.
 
-    Yields the name of its folder, a nonce in it (a rank that reads it there sees the same folder),
-    and the newest checkpoint before it, or "". Send it the files' records when all are durable, and
-    it commits. Resumed again, it removes all but the last `keep` checkpoints. If an error is
-    raised, or it is closed before, it removes the new folder unless that is committed. OSErrors
-    name files.
+    Yields the name of its folder, a nonce in it, and the newest checkpoint before it, or "". A rank
+    that reads the nonce there sees the same folder. Send it the files' records when all are
+    durable, and it commits. Resumed again, it removes all but the last `keep` checkpoints. If an
+    error is raised, or it is closed before, it removes the new folder unless that is committed.
+    OSErrors name files.
 
     timeout    seconds to wait for another save there
     """

@@ -313,8 +313,8 @@ class Compressor(ABC):
     def contraction(self) -> Compressor:
         """Return the form of this compressor for error feedback.
 
-        What that leaves out is smaller than its input, on average over time. By default the
-        compressor itself; one that trades this for being unbiased returns another.
+        Its residual is smaller than its input, on average over time. By default the compressor
+        itself; one that trades this for being unbiased returns another.
         """
         return self
 

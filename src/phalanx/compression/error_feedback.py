@@ -37,7 +37,7 @@ class ErrorFeedback(Compressor, ResidualStore):
     compressor   any other one. Quantized rounds to nearest in here, unless told otherwise;
     `inner` is the compressor in the form that is used
 
-    Sums are float32 (float64 for that), residuals too, whatever the gradients' dtype. The equation
+    Sums and residuals are float32 for all gradients but float64, which stay that. The equation
     above holds bit for bit for `TopK`, `RandomK` and `Half`, whose messages are some of the values
     themselves or their rounding; else to one rounding of the larger of `sent` and `residual`. For
     an average it holds for sums over all members, with the residuals of members and owners of

@@ -93,7 +93,7 @@ class TwoRounds(Compressor):
     def average_shard_(
         self, bucket: GradientBucket, member: Member, feedback: ResidualStore = NO_RESIDUALS
     ) -> Rounds:
-        """Average in one round: shards to their owners, who keep the mean unrounded."""
+        """Average in one round: shards to their owners, which keep the mean unrounded."""
         if bucket.size == 0:
             return
         call = self._calls.next()

@@ -9,7 +9,7 @@ Four signs show that they do not, and each leads to the same question:
     a long wait                           each may wait for the other
 
         rank 1 (all_reduce #41)                     rank 2 (broadcast #41)
-            | -- ASK #41, fingerprint, what it is -->  |  compares with its own #41
+            | -- ASK #41, fingerprint, its words --->  |  compares with its own #41
             | <-- FAILURE: both, in words ----------   |  breaks the group, tells everyone
 
 The rank that is asked knows both sides. It compares as soon as it can: with its past, present or
@@ -61,7 +61,7 @@ class Checker:
     now    the engine's clock
     tell   sends a member (a global rank) a question
     fail   breaks the group
-    strict  whether the call site is part of what a collective is
+    strict  whether the call site is part of a collective's fingerprint
 
     issued       number of collectives that the group has begun; `rolling_hash` is of all of them
     calls        those of them that are not over, and the last finished ones, in their order

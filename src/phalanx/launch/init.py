@@ -75,8 +75,8 @@ def init(backend: str = "auto", *, timeout: float = DEFAULT_TIMEOUT) -> Backend:
     `backend` is "tcp"; "shm", shared memory, for ranks on one host; "hybrid", shared memory inside
     a host and TCP between; "mpi", under `mpirun`; "gloo", "nccl" or "ucc", torch's; or "auto".
     "auto" is nccl if the launcher holds a store (`phalanx run`, `torchrun`) and each rank has a GPU
-    of its own, number LOCAL_RANK, which becomes its current one. Else it is shm on one host and
-    hybrid on several, or TCP if memory cannot be shared. Another name raises
+    of its own. That is number LOCAL_RANK, which becomes its current one. Else it is shm on one host
+    and hybrid on several, or TCP if memory cannot be shared. Another name raises
     `BackendUnavailableError`, as does a store of the launcher that cannot be reached. An impossible
     environment raises the errors of `read_environment`.
     """

@@ -132,7 +132,7 @@ class Nodes:
         self.endpoint = self._server.endpoint
 
     def awaited(self) -> str:
-        """Return what this node waits for before it can begin, in words, and how long."""
+        """Return this node's wait before it can begin, in words, and its length."""
         names = ", ".join(map(str, sorted(self._missing - {self._node_rank})))
         trouble = ""
         try:

@@ -34,9 +34,9 @@ class RankLines:
         rank 0: "los"   rank 1: "hello\n"   rank 0: "s 3\n"
         -> "[rank 1] hello\n"  "[rank 0] loss 3\n"
 
-    Bytes go through as they are, whatever their encoding. A reader that has gone away is no error:
-    the ranks go on. `finish()` passes on what has no end of line. `last` gets the end of each
-    rank's latest output.
+    Bytes of any encoding go through unchanged. A reader that has gone away is no error: the ranks
+    go on. `finish()` passes on lines without an end. `last` gets the end of each rank's latest
+    output.
     """
 
     def __init__(self, descriptor: int, last: dict[int, bytes] | None = None) -> None:

@@ -34,10 +34,10 @@ def simulate(
     When all ranks wait and nothing is in flight, each of them gets a `DeadlockError` at once, which
     names the waits. Timeouts play no part: nothing here takes time.
 
-    If a rank raises, the others are stopped where they wait by a `RankStopped` (which `except
-    Exception` does not catch), and the error is raised here with its own traceback. A rank must
-    wait for others only by way of its backend: one that waits on a queue that another rank fills
-    keeps the scheduler and waits for ever.
+    If a rank raises, a `RankStopped` (which `except Exception` does not catch) stops the others in
+    their waits. The error is raised here with its own traceback. A rank must wait for others only
+    by way of its backend: one that waits on a queue that another rank fills keeps the scheduler and
+    waits for ever.
 
     Raises `InvalidWorldSizeError` if `world_size` is less than 1.
     """

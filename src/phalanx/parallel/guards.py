@@ -215,8 +215,8 @@ class DriftCheck:
 
         active   the ranks that train; the others take part and need not be equal
 
-        Raises `DesyncError`, on every rank, that names the first parameter that differs, and the
-        ranks that are in the minority with theirs (all of them if there is no majority).
+        Raises `DesyncError` on every rank. It names the first parameter that differs, and the ranks
+        in the minority (all of them if there is no majority).
         """
         self._passes += 1
         if self._passes % self._every:

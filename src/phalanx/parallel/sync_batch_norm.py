@@ -5,8 +5,8 @@ r"""SyncBatchNorm: batch norm over the joined batch of all ranks.
     rank 1   x_1 -> (mu_1, s_1, m_1) -/                   \-> y_1
 
 (Ioffe & Szegedy 2015, "Batch Normalization"; the ranks' statistics are merged as in Chan, Golub &
-LeVeque 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", so that a
-mean that is large beside the deviation costs no digits; each rank's own are computed as in their
+LeVeque 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances": a mean
+that is large beside the deviation costs no digits; each rank's own are computed as in their
 "Algorithms for Computing the Sample Variance", 1983.)
 """
 

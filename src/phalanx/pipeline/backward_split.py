@@ -14,7 +14,7 @@ a norm.
 Some of it cannot wait, and is done in B, so that gradients are always those of one backward pass:
 
 - a parameter that several nodes on the path lead to, so that its gradient is their sum;
-- what a node leads to that is a Python `autograd.Function`, which computes all of its gradients
+- the leaves behind a Python `autograd.Function`, which computes all of its gradients
   each time, or whose saved tensors are not kept but made again, as by `checkpoint`;
 - all, if a parameter has post-accumulate hooks, such as DDP's and FSDP's, which count on one
   backward pass for all, and with `checkpoint(use_reentrant=True)`, which forbids another way.

@@ -1,8 +1,8 @@
 """The agreement of a pipeline's ranks before they send anything else.
 
 Once, that they have the same pipeline. At the beginning of each step, that all begin the same call,
-with equal numbers of samples, and equal values of all that its shapes may depend on. If a rank
-finds a problem, every rank raises: nothing else has been sent, and the group stays usable.
+with equal numbers of samples and equal metadata. If a rank finds a problem, every rank raises:
+nothing else has been sent, and the group stays usable.
 """
 
 from __future__ import annotations

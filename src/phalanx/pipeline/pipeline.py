@@ -303,7 +303,7 @@ class Pipeline(Wrapper):
 
 
 def _told_to_all(error: BaseException, rank: int, doing: str) -> DistributedError:
-    """Return the error for the ranks that wait, which names what this rank was doing."""
+    """Return the error for the ranks that wait; it names this rank's activity."""
     if isinstance(error, DistributedError):
         if not error.message.startswith("rank "):
             error.message = f"rank {rank}: {error.message}"

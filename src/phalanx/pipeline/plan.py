@@ -254,8 +254,8 @@ def make_plan(
 ) -> PipelinePlan:
     """Assign layers to stages, and stages to ranks.
 
-    Raises `InvalidWorldSizeError` for another number of ranks than the configuration's stages,
-    ValueError for layers that cannot be cut up so, `UnsupportedOperationError` for parameters that
+    Raises `InvalidWorldSizeError` unless there are as many ranks as stages in the configuration,
+    ValueError for layers that cannot be cut up so. `UnsupportedOperationError` for parameters that
     ranks would share, `MisuseError` for layers of this rank on the meta device.
     """
     p, count = config.num_stages, config.num_stages * config.chunks

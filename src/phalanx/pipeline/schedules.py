@@ -4,8 +4,8 @@ All give the same gradients. They differ in how many activations are alive at a 
 long ranks wait. In the pictures a line is a rank, a column a unit of time, and a dot is time in
 which the rank waits: the bubble. A forward pass is drawn as long as a backward pass; the bubble's
 share is the same if it is not. The zero bubble schedules cut a backward pass into two: B, the
-gradient of the stage's input, for which another rank waits, and W, the gradients of its weights,
-which fill the time in which the rank would wait. Each is drawn as long as a forward pass.
+gradient of the stage's input, for which another rank waits, and W, the gradients of its weights. W
+fills the time in which the rank would wait. Each is drawn as long as a forward pass.
 
                           bubble's share            activations alive on rank i, of 1/v stage each
     gpipe                 (p-1) / (m+p-1)           m
@@ -19,8 +19,9 @@ p: m divided by m // p, rounded up. The schedules with several chunks pay for a 
 v times as many messages. The shares hold for m >= p, for zb_v from m = 2 p - 1 on; for fewer
 micro-batches those of `interleaved_1f1b`, `zb_h1` and `zb_v` are larger (`ScheduleRow.bubble`).
 
-The layers are cut into p * v stages. Stage s is chunk s // p of rank s % p, or, where a schedule is
-V-shaped, of the ranks in turn from the first to the last and back. So with p = 2 and v = 2
+The layers are cut into p * v stages. Stage s is chunk s // p of rank s % p. If a schedule is
+V-shaped, it is a chunk of the ranks in turn from the first to the last and back. So with p = 2 and
+v = 2
 
     stage                  0       1       2       3
     chunk                  0       0       1       1

@@ -1,6 +1,6 @@
 """Phalanx's errors as torch's: each is also a `torch.distributed.DistBackendError`, a RuntimeError.
 
-Programs for torch.distributed catch `RuntimeError`. What the error says, and its attributes, stay.
+Programs for torch.distributed catch `RuntimeError`. The error's text and attributes stay.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """torch's methods as requests of Phalanx: one table, `OPERATIONS`.
 
-    torch's method        what it gives                     ours
+    torch's method        its arguments                     ours
     allreduce             tensors, op                       all_reduce_
     allgather             lists of results, tensors         all_gather into one tensor, taken apart
 
@@ -476,8 +476,8 @@ class Operation(NamedTuple):
 
     name    for the profiler and errors
     ask     makes the request of a backend, settings, and the tensors
-    tensors  how many of torch's arguments are tensors, or sizes of these
-    short   what follows these in the short form, instead of options
+    tensors  number of torch's arguments that are tensors, or sizes of these
+    short   arguments after these in the short form, instead of options
     """
 
     name: str

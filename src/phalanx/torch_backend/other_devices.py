@@ -10,7 +10,7 @@ tensor of its device, with torch's own function.
     the CPU                                 ours
     a device that is named with phalanx     ours, by way of host memory
     another device that is named            the backend of that name
-    a device that is not named              nobody: the error says what to write
+    a device that is not named              nobody: the error names the fix
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class OtherDevices:
     """One rank's part of a group for tensors that are not on the CPU.
 
     backend  ours; from now on it takes tensors only of the devices that are named with it
-    options  what torch has given for the group; `backend_options` for other backends, too
-    store    of the world that the group belongs to, where this is rank `world_rank`
+    options  torch's options for the group; `backend_options` for other backends, too
+    store    of the world that the group belongs to, in which this is rank `world_rank`
 
     Every rank makes a backend at its own first tensor of the device. Then it waits for the others
     as that backend does, for at most the group's timeout: Gloo for all ranks, at its creation; NCCL
@@ -171,7 +171,7 @@ class OtherDevices:
     def call(self, name: str, op: str, device: torch.device, *arguments: Any, **named: Any) -> Any:
         """Call torch's method `name` on the group of the device, and return its result.
 
-        op   what errors call it
+        op   its name in errors
         """
         other = self.backend_for(device, op)
         began = time.monotonic()

@@ -11,9 +11,9 @@
     x          tensor                dtype as s, number of dimensions, their lengths, the elements
 
 Lengths are unsigned LEB128: seven bits a byte, the lowest first, the high bit set on all but the
-last byte. The encoder refuses what has another type than these, a subclass too, so that types
-survive. The decoder allocates no memory for a length beyond the bytes at hand, goes at most `DEPTH`
-levels deep, and runs no code. Neither does I/O or knows of ranks.
+last byte. The encoder refuses objects of other types, subclasses too, so that types survive. The
+decoder allocates no memory for a length beyond the bytes at hand, goes at most `DEPTH` levels deep,
+and runs no code. Neither does I/O or knows of ranks.
 """
 
 from __future__ import annotations

@@ -145,8 +145,8 @@ class FrameReceiver(Protocol):
 class FrameDecoder:
     """Turns a stream of bytes into frames.
 
-    The driver writes what it reads into `space()` and says how much with `received(count)`, which
-    raises `FrameError` once: the stream ends there. Headers and small messages pass through a small
+    The driver reads into `space()` and reports the bytes with `received(count)`, which raises
+    `FrameError` once: the stream ends there. Headers and small messages pass through a small
     staging buffer, many at a time; the bulk of a large message is read into its sink's own memory,
     so that it is never copied here.
 
@@ -215,7 +215,7 @@ class FrameDecoder:
                 yield from self._fill(taken, header.length)
 
     def _fill(self, sink: Sink, left: int) -> Generator[None, int, None]:
-        """Move the payload of a frame to its sink: first what is staged of it, then as it comes."""
+        """Move the payload of a frame to its sink: first the staged bytes, then those that come."""
         while left:
             staged = min(left, self._end - self._begin)
             if staged:

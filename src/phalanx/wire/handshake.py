@@ -9,8 +9,8 @@
 
 Either side sends REFUSE with a reason instead and is done. Both proofs are HMAC-SHA256, keyed with
 the job's token, over the role and the whole of HELLO and CHALLENGE: protocol version, job,
-generation, world size, the two ranks, both nonces, and what each can and wants of TLS. So a proof
-can be neither replayed nor reflected, and a change on the way is detected by the next proof.
+generation, world size, the two ranks, both nonces, and each side's offer of TLS. So a proof can be
+neither replayed nor reflected, and a change on the way is detected by the next proof.
 
 A caller without the token learns the protocol's version, and nothing about the job. The acceptor
 checks the content of HELLO only after the dialer has proved itself. The rank and the rest of
@@ -26,8 +26,8 @@ TLS (`agree` says whether). Each side has an ephemeral certificate, whose SHA-25
 and in PROOF, under the same proofs. Within TLS, each side compares it with the other's certificate,
 whose private key the other has used. So the two ends of the tunnel are the two proved ranks,
 without anybody between. SEAL, sent only after that, is derived from the nonces: it binds this
-tunnel to this conversation, even if ranks share a certificate. Without TLS, what is sent after the
-handshake is neither encrypted nor signed.
+tunnel to this conversation, even if ranks share a certificate. Without TLS, bytes after the
+handshake are neither encrypted nor signed.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def why_not_movable(tensor: Tensor, devices: Container[str]) -> str | None:
 
 
 def check_distinct(tensor: Tensor) -> None:
-    """Raise `MisuseError` if several elements lie in one place, as in what `expand` gives."""
+    """Raise `MisuseError` if several elements lie in one place, as in a result of `expand`."""
     if not tensor.is_contiguous() and any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     ):

@@ -49,8 +49,8 @@ def new_report(
 def run_bench(report: BenchReport, show: Callable[[str], None]) -> bool:
     """Run the report's request, and fill the report; `show` gets the progress in words.
 
-    Under a launcher this process is one of its ranks. Returns whether the report is this
-    process's: on every rank but 0 it stays empty. Raises what `run_ranks` does.
+    Under a launcher this process is one of its ranks. Returns whether the report is this process's:
+    on every rank but 0 it stays empty. Raises as `run_ranks` does.
     """
 
     def hear(message: Message) -> None:

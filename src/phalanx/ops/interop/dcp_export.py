@@ -64,8 +64,8 @@ def export_dcp(
     one, or 64 MiB of smaller ones.
 
     Raises `CheckpointDamagedError` for a file that has changed, `CheckpointIOError` without room,
-    `CheckpointMismatchError` for an optimizer whose state belongs to shards,
-    `UnsupportedOperationError` for a part of a tensor-parallel model.
+    `CheckpointMismatchError` for an optimizer with state of shards. `UnsupportedOperationError` for
+    a part of a tensor-parallel model.
     """
     if checkpoint.manifest.cuts:
         raise UnsupportedOperationError(

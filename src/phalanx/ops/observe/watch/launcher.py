@@ -91,8 +91,8 @@ class NodeWatch(Observer):
 
     @override
     def listen(self, toward: Endpoint, token: str, ranks: int) -> str:
-        """Listen as an `Observer`: at the address on the route to `toward`, node 0's launcher, as
-        the ranks of this node do, and at a port of PHALANX_PORTS that these leave free.
+        """Listen as an `Observer`: at the address on the route to `toward`, node 0's launcher. Its
+        port is one of PHALANX_PORTS that the ranks leave free.
         """
         if self._folder is None:
             raise MisuseError("it has no folder in which its ranks publish")
