@@ -50,7 +50,7 @@ WITH_DDP = {
 BUDGETS = {  # of each package: lines, files
     ".": (1_010, 6),  # the package's own files
     "aggregation": (1_800, 7),
-    "checkpoint": (3_600, 14),
+    "checkpoint": (3_580, 14),
     "cli": (1_165, 9),
     "collectives": (5_196, 24),
     "compression": (1_770, 7),
@@ -71,7 +71,7 @@ BUDGETS = {  # of each package: lines, files
     "transport": (710, 3),  # without its packages
     "transport.shm": (1_640, 10),
     "transport.tcp": (3_590, 11),
-    "wire": (1_350, 6),
+    "wire": (1_340, 6),
 }
 LONGEST_BODY = 53  # lines of a function, without signature and docstring
 OVER_40 = 20  # functions that have more than 40

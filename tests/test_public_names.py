@@ -57,6 +57,18 @@ def test_there_are_few_names_and_each_is_there_once_and_documented() -> None:
     assert [n for n in phalanx.__all__ if not is_documented(getattr(phalanx, n))] == []
 
 
+def test_each_method_of_a_class_at_the_top_level_is_documented_there_or_in_a_base() -> None:
+    missing = []
+    for name in phalanx.__all__:
+        value = getattr(phalanx, name)
+        for method, member in inspect.getmembers(value) if inspect.isclass(value) else ():
+            function = inspect.unwrap(getattr(member, "fget", member))
+            is_ours = (getattr(function, "__module__", None) or "").startswith("phalanx")
+            if is_ours and not method.startswith("_") and not inspect.getdoc(member):
+                missing.append(f"{name}.{method}")
+    assert missing == []
+
+
 def test_what_a_training_script_names_is_at_the_top_level() -> None:
     missing = IN_TRAINING_SCRIPTS - {*phalanx.__all__}
     assert not missing

@@ -1,8 +1,8 @@
-"""Phalanx's own errors: of what goes wrong between ranks, and of what they cannot do.
+"""Phalanx's own errors: failures between ranks, and calls that they cannot do.
 
 All derive from `DistributedError`, and each also from the built-in that a Python programmer would
 catch. An argument that is wrong by itself, such as a tag that is no number, is Python's own
-TypeError or ValueError. Attributes say what is known, `None` where one has no meaning:
+TypeError or ValueError. Attributes have the known facts, `None` if one has no meaning:
 
     rank       the rank that raises, in the numbering of the backend that was called
     peer       the rank that is to blame or was waited for
@@ -14,7 +14,7 @@ TypeError or ValueError. Attributes say what is known, `None` where one has no m
     ├── InvalidRankError        ValueError         a rank that does not exist
     ├── InvalidWorldSizeError   ValueError         a world or group that cannot be
     ├── SelfSendError           ValueError         a message to oneself
-    ├── SizeMismatchError       ValueError         what came is not as long as what was expected
+    ├── SizeMismatchError       ValueError         a message not as long as expected
     ├── DesyncError             RuntimeError       ranks that do different things
     ├── CollectiveTimeoutError  TimeoutError       a deadline that passed
     ├── PeerLostError           ConnectionError    a rank that died, left or cannot be reached
@@ -27,7 +27,7 @@ TypeError or ValueError. Attributes say what is known, `None` where one has no m
     ├── CheckpointError                            a checkpoint that cannot be saved or loaded
     │   ├── CheckpointIOError       OSError            a file could not be written or read
     │   ├── CheckpointNotFoundError FileNotFoundError  there is none
-    │   ├── CheckpointDamagedError  ValueError         files that are not as they were written
+    │   ├── CheckpointDamagedError  ValueError         files that have changed or are gone
     │   └── CheckpointMismatchError ValueError         it is of another model or optimizer
     └── MisuseError             RuntimeError       a call that makes no sense now
 
@@ -64,7 +64,7 @@ __all__ = [
 
 
 class DistributedError(Exception):
-    """What all of them are; see the module for its attributes."""
+    """The base class of all of them; see the module for its attributes."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class DistributedError(Exception):
         return (_rebuild, (type(self), self.message, self.__dict__.copy()))
 
     def again(self) -> DistributedError:
-        """An equal error to raise once more: a raised one collects tracebacks of every raise."""
+        """Return an equal error to raise again: each raise adds a traceback to an error."""
         return _rebuild(type(self), self.message, self.__dict__)
 
 
@@ -109,7 +109,7 @@ def _rebuild(
 class InvalidRankError(DistributedError, ValueError):
     """A rank that is not one of the group's, as a peer, a root or a member: it is `peer`.
 
-    `rank` is who raises, as in every error; None where its own number is the one that is not.
+    `rank` raises it, as every error; None if its own number is the invalid one.
     """
 
 
@@ -130,7 +130,7 @@ class DesyncError(DistributedError, RuntimeError):
 
 
 class CollectiveTimeoutError(DistributedError, TimeoutError):
-    """An operation was not complete when its deadline passed; `peer` is who was waited for."""
+    """An operation was not complete when its deadline passed; it waited for `peer`."""
 
 
 class PeerLostError(DistributedError, ConnectionError):
@@ -138,7 +138,7 @@ class PeerLostError(DistributedError, ConnectionError):
 
 
 class BackendUnavailableError(DistributedError, RuntimeError):
-    """A backend that does not exist or cannot run here; the message says what it needs."""
+    """A backend that does not exist or cannot run here; the message names its needs."""
 
 
 class UnsupportedOperationError(DistributedError, NotImplementedError):
@@ -146,27 +146,27 @@ class UnsupportedOperationError(DistributedError, NotImplementedError):
 
 
 class UnsupportedObjectError(UnsupportedOperationError, TypeError):
-    """An object that cannot be sent; the message says which part of it, as `obj["a"][3]`."""
+    """An object that cannot be sent; the message names the part of it, as `obj["a"][3]`."""
 
 
 class MalformedObjectError(DistributedError, ValueError):
-    """Bytes that came as a Python object and are none."""
+    """Received bytes that encode no Python object."""
 
 
 class AuthenticationError(DistributedError, PermissionError):
-    """A peer that does not hold the job's token, or that is not who it must be."""
+    """A peer that does not hold the job's token, or is another one than it must be."""
 
 
 class DeadlockError(DistributedError, RuntimeError):
-    """Every rank waits and nothing is in flight; the message says who waits for whom."""
+    """Every rank waits and nothing is in flight; the message names all waits."""
 
 
 class CheckpointError(DistributedError):
-    """A checkpoint that cannot be saved or loaded, on all ranks; `peer` is where it failed."""
+    """A checkpoint that cannot be saved or loaded, on all ranks; it failed on `peer`."""
 
 
 class CheckpointIOError(CheckpointError, OSError):
-    """A file could not be written or read; `errno` says why, the message names it."""
+    """A file could not be written or read; `errno` has the reason, the message the name."""
 
     errno: int | None = None  # over OSError's own, which would not come along to another process
 
@@ -176,7 +176,7 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class CheckpointDamagedError(CheckpointError, ValueError):
-    """A file of a checkpoint is missing, or not as it was written; the message names it."""
+    """A file of a checkpoint is missing, or has changed; the message names it."""
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):
@@ -184,7 +184,7 @@ class CheckpointMismatchError(CheckpointError, ValueError):
 
 
 class MisuseError(DistributedError, RuntimeError):
-    """A call that makes no sense in this state; the message says what to call instead."""
+    """A call that makes no sense in this state; the message names the right call."""
 
 
 class RankStopped(BaseException):
@@ -195,17 +195,17 @@ class RankStopped(BaseException):
 
 
 # ------------------------------------------------------------------------------
-# What others have written, in an error or on a terminal
+# Other processes' text, in an error or on a terminal
 
 LONGEST_TEXT = 400  # characters of one text
 _STYLES = re.compile(r"\x1b\[[0-9;?]{0,16}[A-Za-z]")
 
 
 def plain(text: str, most: int = LONGEST_TEXT) -> str:
-    """Return one line of text that does nothing to a terminal, of `most` characters or fewer.
+    """Return one line of text that is harmless to a terminal, of `most` characters or fewer.
 
-    Colours and the like go; what else is not printable (escapes, new lines, controls of direction)
-    becomes a space.
+    Colours and the like go; other unprintable characters (escapes, new lines, controls of
+    direction) become spaces.
     """
     text = _STYLES.sub("", text[: 4 * most])
     shown = "".join(c if c.isprintable() else " " for c in text)

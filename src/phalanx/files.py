@@ -1,13 +1,13 @@
 """Files: everything in the package opens, makes, replaces and removes them here.
 
-Who can write into a folder, or has packed the archive that it came in, may have put anything under
-a name in it: a link to a file of somebody else's, a second name of one, a pipe to which nobody
-writes, a file of any size. So only regular files are opened, nothing is waited for, what is read is
-bounded, and what is written is new: an old file is replaced, never written into.
+Anyone who can write into a folder, or has packed its archive, may have put anything under a name in
+it: a link to another user's file, a second name of one, a pipe without a writer, a file of any
+size. So only regular files are opened, without waiting, reads are bounded, and written files are
+new: an old file is replaced, never written into.
 
-A name is not followed if it is a link, nor are files made in a folder that is one. The path that a
-user gives may be a link, or lie behind one: whoever takes it says so (`follow`), or resolves it.
-Every OSError names the file.
+A name is not followed if it is a link, nor are files made in a folder that is one. A user's own
+path may be a link, or lie behind one: its caller passes `follow`, or resolves it. Every OSError
+names the file.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def naming(path: str) -> Iterator[None]:
 
 @contextmanager
 def folder(path: str) -> Iterator[int]:
-    """Give a descriptor of a folder that is no link: what is done by it is done there."""
+    """Yield a descriptor of a folder that is no link: it is the folder for calls on it."""
     with _closing(_open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW), path) as descriptor:
         yield descriptor
 
 
 @contextmanager
 def reading(path: str, most: int | None = None, *, follow: bool = False) -> Iterator[int]:
-    """Give a descriptor of a regular file of `most` bytes or fewer.
+    """Yield a descriptor of a regular file of `most` bytes or fewer.
 
     follow   whether it may be a link
     """
@@ -65,7 +65,7 @@ def read(path: str, most: int, *, follow: bool = False) -> bytes:
 
 @contextmanager
 def new_file(path: str, mode: int = 0o666) -> Iterator[int]:
-    """Give a descriptor of a file where nothing was; it stays where the block raises."""
+    """Yield a descriptor of a new file, which stays if the block raises."""
     with folder(os.path.dirname(path) or ".") as at:
         descriptor = _open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode, at)
     with _closing(descriptor, path):
@@ -74,10 +74,10 @@ def new_file(path: str, mode: int = 0o666) -> Iterator[int]:
 
 @contextmanager
 def replacing(path: str, mode: int = 0o666) -> Iterator[int]:
-    """Give a descriptor of a new file, which is at `path` if the block ends; else it is removed.
+    """Yield a descriptor of a new file, which is at `path` if the block ends; else remove it.
 
-    What was there stays as it is under its other names; of a link, what it leads to. Only regular
-    files and links are replaced.
+    An old file stays as it is under its other names, as does a link's target. Only regular files
+    and links are replaced.
     """
     parent, name = os.path.split(path)
     parent = os.path.realpath(parent)
@@ -101,7 +101,7 @@ def replacing(path: str, mode: int = 0o666) -> Iterator[int]:
 
 
 def write(path: str, content: bytes, mode: int = 0o666) -> None:
-    """Write a new file, in place of what was there; whole or not at all."""
+    """Write a new file in place of an old one; whole or not at all."""
     with replacing(path, mode) as descriptor:
         write_all(descriptor, content)
 
@@ -109,8 +109,8 @@ def write(path: str, content: bytes, mode: int = 0o666) -> None:
 def own_file(path: str) -> int:
     """Open a file of this user's to read and write, or make it; return the descriptor.
 
-    One of another user (in a folder that a group shares), or with several names, is replaced by a
-    copy. The error where that is not allowed names its owner.
+    A file of another user (in a folder that a group shares), or with several names, is replaced by
+    a copy. If that is not allowed, the error names its owner.
     """
     with suppress(FileExistsError), new_file(path) as descriptor:
         return os.dup(descriptor)
@@ -128,7 +128,7 @@ def own_file(path: str) -> int:
 
 
 def open_lock(path: str, mode: int = 0o666) -> int:
-    """Open a regular file in which nothing is written, or make it; return the descriptor."""
+    """Open a regular file that stays empty, or make it; return the descriptor."""
     try:
         return _open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, mode)
     except PermissionError:  # another user's: to lock it, it is enough to read it
@@ -136,14 +136,14 @@ def open_lock(path: str, mode: int = 0o666) -> int:
 
 
 def write_all(descriptor: int, content: memoryview | bytes) -> None:
-    """Write all of it: one call may write less than it is given."""
+    """Write all bytes: one call of the system may write fewer."""
     content = memoryview(content)
     while content:
         content = content[os.write(descriptor, content) :]
 
 
 def remove_in(at: int, ours: Callable[[str], object]) -> list[str]:
-    """Remove the files of a folder (a descriptor) whose names are ours; return the other names."""
+    """Remove a folder's (a descriptor's) files whose names are ours; return the other names."""
     names = sorted(os.listdir(at))
     for name in filter(ours, names):
         with suppress(FileNotFoundError):
@@ -182,7 +182,7 @@ def _no_regular(kind: int, path: str) -> OSError:
 
 
 def _explained(error: OSError, path: str) -> OSError:
-    """The same error with the whole path, and with what is there if that is the problem."""
+    """Return the same error with the whole path, and with the kind of a problematic entry."""
     why = error.strerror
     with suppress(OSError):
         status = os.lstat(path)
@@ -202,4 +202,4 @@ def _closing(descriptor: int, path: str) -> Iterator[int]:
             with suppress(OSError):  # the first error is the one to report
                 os.close(descriptor)
             raise
-        os.close(descriptor)  # where a network file system may report that it had no room
+        os.close(descriptor)  # a network file system may report only here that it had no room

@@ -1,13 +1,13 @@
-"""Where the library starts something of `phalanx.ops`, which it never imports: one table.
+"""The table of modules of `phalanx.ops` that the library starts, and never imports.
 
-    who starts it                what asks for it                    what is started
+    started by                   requested by                        module
     a rank, as its group forms   PHALANX_METRICS                     ops/observe/metrics.py
                                  PHALANX_WATCH                       ops/observe/watch/publish.py
     a launcher, with its ranks   nothing: every job can be watched   ops/observe/watch/launcher.py
     Scalars                      a target, such as "jsonl:FILE"      ops/loggers.py
 
-A module is imported when it is asked for. The library works without `phalanx.ops`: what is asked
-for is then refused in words, on every rank before anything is sent.
+A module is imported on request. The library works without `phalanx.ops`: requests are then refused
+in words, on every rank before anything is sent.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ LOGGERS = f"{OPS}.loggers"
 
 
 def check_observers(environ: Mapping[str, str]) -> None:
-    """Raise `MisuseError` for a variable that asks for what cannot be, or is not installed."""
+    """Raise `MisuseError` for a variable whose request is impossible, or not installed."""
     for module in _asked_for(environ):
         module.check(environ)
 
 
 def begin_observers(backend: Any, world: Any, environ: Mapping[str, str]) -> None:
-    """Start what the environment asks for, in a rank that has its backend.
+    """Start the observers that the environment requests, in a rank that has its backend.
 
-    world   its place in the job, if the launcher has told it otherwise than by the environment
+    world   its place in the job, if the launcher has not told it by the environment
     """
     for module in _asked_for(environ):
         module.begin(backend, world, environ)

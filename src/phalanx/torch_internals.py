@@ -1,6 +1,6 @@
-"""What Phalanx uses of torch that torch does not promise: here, and nowhere else.
+"""Private names of torch that Phalanx uses: here, and nowhere else.
 
-    what torch has                             what for                       if it is gone
+    name in torch                              use                            if it is gone
     torch.utils._pytree                        tensors in nested arguments    optree has it
     _C._current_graph_task_id                  is this a backward pass        no hooks in it
     autograd._is_checkpoint_valid              ... that fills every .grad     refuse inputs=
@@ -21,14 +21,15 @@
     c10d._new_process_group_helper, _world     backends of other devices      the CPU only
     ProcessGroup._device_types, _get_backend   ... that torch has made        the CPU only
 
-Two functions read variables of torch's functions: `variables_of_group_being_made` and
-`variables_of_batch`. There is no other way. torch does not tell the creator of a process group
-which backends a program has named for devices, nor a group which messages are a batch (up to 2.13).
+Two functions read local variables of torch's functions, for want of another way:
+`variables_of_group_being_made` and `variables_of_batch`. torch does not tell the creator of a
+process group which backends a program names for devices. Nor does it tell a group which messages
+are a batch (up to 2.13).
 
-Two modules that are imported while torch is have such names of their own: the registration in
+Two modules are imported during `import torch` and use such names themselves: the registration in
 `phalanx/__init__.py` (`Backend._plugins`) and `torch_backend/instead_of_gloo.py`, which replaces
-`_new_process_group_helper`. `tests/torch_backend/test_torch_internals.py` asks each name for what
-it is used for; `make test-torch-next` does so with the newest torch.
+`_new_process_group_helper`. `tests/torch_backend/test_torch_internals.py` tests each use of each
+name; `make test-torch-next` does so with the newest torch.
 """
 
 from __future__ import annotations
@@ -65,35 +66,36 @@ as_plain_tensors = torch._C.DisableTorchFunctionSubclass
 
 
 def backward_number() -> int:
-    """Which backward pass this thread runs; -1 if none."""
+    """Return the number of the backward pass that this thread runs; -1 if none."""
     return torch._C._current_graph_task_id()
 
 
 def inside_backward() -> bool:
-    """Whether this thread runs a backward pass, which runs checkpointed forward passes again."""
+    """Return whether this thread runs a backward pass, which includes recomputed forward passes."""
     return torch._C._current_graph_task_id() >= 0
 
 
 def accumulates_everywhere() -> bool:
-    """Whether it adds to the `.grad` of all that it reaches: it is no autograd.grad, and has no
-    `inputs=`. To be asked inside a node; that is when reentrant checkpoints may run, too.
+    """Return whether the pass adds to all `.grad` it reaches: no autograd.grad, and no `inputs=`.
+
+    To be asked inside a node; that is when reentrant checkpoints may run, too.
     """
     return bool(torch.autograd._is_checkpoint_valid())  # type: ignore[no-untyped-call]
 
 
 def keeps_graph() -> bool:
-    """Whether it was asked to keep the graph, so that another one may follow. If unknown: yes."""
+    """Return whether the pass keeps the graph, so that another may follow. If unknown: yes."""
     ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return bool(ask()) if ask is not None else True
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call this, in this thread, when the backward pass that runs has computed everything."""
+    """Run `callback` in this thread at the end of the backward pass that is running."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def is_called_by_engine(depth: int) -> bool:
-    """Whether autograd's C++ code has called the function `depth` frames above the caller."""
+    """Return whether autograd's C++ code called the function `depth` frames above the caller."""
     frame = sys._getframe(depth + 1)
     outer = frame.f_back
     return outer is None or outer.f_globals.get("__name__") == ENGINE
@@ -103,17 +105,17 @@ def is_called_by_engine(depth: int) -> bool:
 
 
 def gradient_hooks(tensor: Tensor) -> list[Hook]:
-    """What `Tensor.register_hook` has registered, in order."""
+    """Return the hooks that `Tensor.register_hook` has registered, in order."""
     return list((tensor._backward_hooks or {}).values())
 
 
 def post_accumulate_hooks(tensor: Tensor) -> list[Hook]:
-    """What `Tensor.register_post_accumulate_grad_hook` has registered, in order."""
+    """Return the hooks of `Tensor.register_post_accumulate_grad_hook`, in order."""
     return list((tensor._post_accumulate_grad_hooks or {}).values())
 
 
 def copy_hooks(source: Tensor, target: Tensor, keep: Callable[[Hook], bool]) -> None:
-    """Give one leaf the hooks of another, of those called when `.grad` is there some only."""
+    """Copy one leaf's hooks to another; of those that run after `.grad` is set, some only."""
     if source._backward_hooks:
         target._backward_hooks = OrderedDict(source._backward_hooks)
     hooks = source._post_accumulate_grad_hooks or {}
@@ -127,7 +129,7 @@ SWAPS_MEMORY = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # since torch 2
 
 
 def swap_memory(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-    """Exchange the memory of two storages of one size, or of which one has none."""
+    """Exchange the memory of two storages of one size, or if one of them has none."""
     one._swap_data_ptr_(other)  # type: ignore[attr-defined]
 
 
@@ -137,7 +139,7 @@ def register_flat_weights(module: nn.RNNBase) -> None:
 
 
 def skipped_step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the scaler's last `step(optimizer)` did nothing, for a gradient was not finite."""
+    """Return whether the scaler's last `step(optimizer)` was skipped: a gradient was not finite."""
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     return any(bool(value.item()) for value in found.values())
 
@@ -146,7 +148,7 @@ def skipped_step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer)
 
 
 def disable_dynamo(*, recursive: bool = True) -> Callable[[Function], Function]:
-    """Let torch.compile run a function as it is; with all that it calls, if `recursive`.
+    """Let torch.compile run a function uncompiled; with all functions it calls, if `recursive`.
 
     As `torch.compiler.disable`, which imports torch._dynamo at once (2 s) and wraps the function
     (6 us a call). These marks are on the code, and cost nothing if nothing is compiled.
@@ -166,10 +168,10 @@ def disable_dynamo(*, recursive: bool = True) -> Callable[[Function], Function]:
 
 
 def untraced(kind: type[T]) -> type[T]:
-    """The class, whose methods torch.compile runs as they are, with all that they call.
+    """Return the class with methods that torch.compile runs uncompiled, with all that they call.
 
-    Else it takes the frames of methods that torch's own code calls for functions to compile, and
-    fails on the first one: a process group has no attributes for it.
+    Else it compiles methods that torch's own code calls, and fails on the first one: it cannot read
+    a process group's attributes.
     """
     for method in vars(kind).values():
         if isinstance(method, FunctionType):
@@ -178,34 +180,33 @@ def untraced(kind: type[T]) -> type[T]:
 
 
 def dispatch_modes() -> list[Any]:
-    """The modes that see what this thread does with tensors, such as `CommDebugMode`."""
+    """Return the modes that see this thread's operations on tensors, such as `CommDebugMode`."""
     if not torch._C._len_torch_dispatch_stack():  # which is asked for in each call of a collective
         return []
     return _python_dispatch._get_current_dispatch_mode_stack()
 
 
 def future_in_cpp(value: Callable[[], T]) -> torch.Future[T]:
-    """A future that is complete, whose value C++ code can take; this has called `value`."""
+    """Return a complete future whose value C++ code can take; this has called `value`."""
     return torch._C.fork(value)
 
 
 def _c10d() -> Any:
-    """Of builds of torch that have it."""
     return importlib.import_module("torch.distributed.distributed_c10d")
 
 
 def default_group() -> Any:
-    """The default process group; None if there is none."""
+    """Return the default process group; None if there is none."""
     return _c10d()._get_default_group() if torch.distributed.is_initialized() else None
 
 
 def variables_of_group_being_made() -> Mapping[str, Any] | None:
-    """Those of torch's function that makes a process group, if it has called us."""
+    """Return the variables of torch's function that makes a process group, if it called us."""
     return _variables_of(_c10d()._new_process_group_helper)
 
 
 def variables_of_batch() -> Mapping[str, Any] | None:
-    """Those of `batch_isend_irecv`, if it has called us."""
+    """Return the variables of `batch_isend_irecv`, if it called us."""
     return _variables_of(_c10d().batch_isend_irecv)
 
 
@@ -218,18 +219,18 @@ def _variables_of(function: Any) -> Mapping[str, Any] | None:
 
 
 def devices_of(group: ProcessGroup) -> list[torch.device]:
-    """The devices for which a process group has backends."""
+    """Return the devices for which a process group has backends."""
     return list(group._device_types)
 
 
 def backend_of(group: ProcessGroup, kind: str) -> Any:
-    """What carries out a group's calls on a kind of device; of one in Python, the group itself."""
+    """Return a group's backend for a kind of device; for a group in Python, the group itself."""
     is_torchs = type(group) is _c10d().ProcessGroup
     return group._get_backend(torch.device(kind)) if is_torchs else group
 
 
 def make_part_of_group(*given: Any, **options: Any) -> Any:
-    """Make a process group that is a part of another one, which ends it: torch keeps none of it.
+    """Make a process group as a part of another one, which ends it: torch keeps none of it.
 
     given, options   as torch's `_new_process_group_helper` takes them
     """

@@ -34,10 +34,10 @@ from phalanx.parallel.compressor_state import load_own, own_state
 
 
 class GradientAggregator(ABC):
-    """Averages gradients over ranks. One method: to write another one, write `aggregate`.
+    """Averages gradients over ranks. Another aggregator needs one method, `aggregate`.
 
     backend   the ranks; None if there is one only
-    steps     how many training steps it has been used for (`distributed_train_step` counts them)
+    steps     number of its training steps (`distributed_train_step` counts them)
     """
 
     backend: Backend | None = None
@@ -45,7 +45,7 @@ class GradientAggregator(ABC):
 
     @abstractmethod
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """The average of each of some gradients over all ranks.
+        """Return the average of each of some gradients over all ranks.
 
         gradients   any number, shapes and dtypes, alike on every rank in one order; not changed
 
@@ -55,17 +55,17 @@ class GradientAggregator(ABC):
 
 
 class LocalAggregator(GradientAggregator):
-    """Of one rank: the average is the gradient."""
+    """The aggregator of one rank: the average is the gradient."""
 
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of the gradients, as every aggregator gives new tensors."""
+        """Return copies of the gradients, since every aggregator returns new tensors."""
         listed = listed_tensors(gradients, "LocalAggregator.aggregate")
         return [gradient.detach().clone() for gradient in listed]
 
 
 def checked(gradients: Iterable[Tensor], who: str, backend: Backend) -> list[Tensor]:
-    """The gradients as a list. TypeError unless it is one of tensors, `UnsupportedOperationError`
-    unless they are dense.
+    """Return the gradients as a list. TypeError if it is no list of tensors,
+    `UnsupportedOperationError` if one is not dense.
     """
     where = f"rank {backend.rank}: {who}.aggregate"
     listed = listed_tensors(gradients, where)
@@ -92,7 +92,7 @@ class AllReduceAggregator(GradientAggregator):
 
     A ring sends 2(p-1)/p of the gradients' bytes from each of p ranks, and 8 bytes to compare the
     lists. Raises `DesyncError` on every rank, naming the first gradient that differs, before
-    anything is summed; and what `all_reduce_coalesced` raises.
+    anything is summed, and the errors of `all_reduce_coalesced`.
     """
 
     backend: Backend
@@ -105,7 +105,6 @@ class AllReduceAggregator(GradientAggregator):
         self.timeout = timeout
 
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """The means, new tensors."""
         listed = checked(gradients, "AllReduceAggregator", self.backend)
         check_same_list(listed, self.backend, "AllReduceAggregator", timeout=self.timeout)
         return all_reduce_coalesced(
@@ -122,19 +121,19 @@ class AllReduceAggregator(GradientAggregator):
 
 
 class CompressedAggregator(GradientAggregator):
-    """The mean over the ranks of a backend, of which messages are compressed.
+    """The mean over the ranks of a backend, from compressed messages.
 
     compressor   `ErrorFeedback(TopK(0.01))`, `PowerSGD(4)`, ...; `.compressor` is a copy of it
 
     All gradients of a dtype are compressed together (top-k takes the largest of all of them);
-    matrices keep their shapes. A gradient is known to the compressor by its number in the list:
-    always give those of the same parameters (under error feedback, `SizeMismatchError` on every
+    matrices keep their shapes. The compressor knows a gradient by its number in the list: always
+    give the gradients of the same parameters (under error feedback, `SizeMismatchError` on every
     rank for another shape than before). Raises `DesyncError` on every rank, naming the first
     gradient that differs, before anything is summed; `UnsupportedOperationError`, before anything
     is sent, for dtypes that cannot be compressed.
 
-    Where averages are not finite they are returned so, and the compressor's state stays as it was:
-    such a step is skipped. So it does if a call fails.
+    If averages are not finite they are returned so, and the compressor's state stays as it was:
+    skip such a step. The state also stays if a call fails.
     """
 
     backend: Backend
@@ -148,12 +147,11 @@ class CompressedAggregator(GradientAggregator):
 
     @property
     def bytes_sent(self) -> int:
-        """By this rank so far, as rings and direct messages send them."""
+        """Bytes that this rank has sent so far, by rings and direct messages."""
         return self._exchange.bytes_sent
 
     @torch.no_grad()
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """The means, new tensors."""
         rank, listed = self.backend.rank, checked(gradients, "CompressedAggregator", self.backend)
         for number, gradient in enumerate(listed):
             check_floating(gradient, f"rank {rank}: gradient {number}: {self.compressor}")
@@ -190,30 +188,30 @@ class CompressedAggregator(GradientAggregator):
         return unbucketed(buckets)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The compressor's state on this rank, under keys that say which rank it is:
-        `compression@<rank>/<ranks>.<key>`. Those of all ranks may be joined into one dict.
+        """Return the compressor's state on this rank, under keys that name the rank:
+        `compression@<rank>/<ranks>.<key>`. The states of all ranks may be joined into one dict.
         """
         return own_state(self.compressor, self.backend)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from states that were saved by any number of ranks, joined into one dict.
 
-        For as many ranks as before, each needs its own only; else all of them are needed. A warning
-        in the log says which ones are missing: what these had left over is lost. Nothing is sent.
+        For as many ranks as before, each needs only its own state; else all are needed. A warning
+        in the log names the missing ones, whose residuals are lost. Nothing is sent.
         """
         load_own(self.compressor, state, self.backend)
         self._shapes.clear()
 
 
 # ------------------------------------------------------------------------------
-# Whether all ranks give lists of gradients alike.
+# Comparison of the ranks' lists of gradients.
 
 
 def check_same_list(
     gradients: Sequence[Tensor], backend: Backend, who: str, *, timeout: float | None = None
 ) -> None:
     """Raise `DesyncError` on every rank, naming the first gradient that differs, unless all have as
-    many, of the same shapes and dtypes. Blocks for one message of 8 bytes, before any sum, and at
+    many, of the same shapes and dtypes. Blocks for one message of 8 bytes, before any sum, for at
     most `timeout` seconds, by default the backend's.
     """
     mine = [f"gradient {number} ({described(each)})" for number, each in enumerate(gradients)]
@@ -241,7 +239,7 @@ def check_same_list(
 
 
 def bucketed(tensors: Sequence[Tensor]) -> list[GradientBucket]:
-    """Copies of the tensors, named by their numbers: a bucket for each dtype and device."""
+    """Copy tensors, named by their numbers, into a bucket for each dtype and device."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for number, tensor in enumerate(tensors):
         kinds.setdefault((tensor.dtype, tensor.device), []).append(number)
@@ -252,7 +250,7 @@ def bucketed(tensors: Sequence[Tensor]) -> list[GradientBucket]:
 
 
 def unbucketed(buckets: Iterable[GradientBucket]) -> list[Tensor]:
-    """New tensors with the values in the buckets, in the order of the list that was given."""
+    """Return new tensors with the values in the buckets, in the order of the given list."""
     found = {
         int(place.name): values.clone()
         for bucket in buckets
@@ -273,7 +271,7 @@ def unbucketed(buckets: Iterable[GradientBucket]) -> list[Tensor]:
 # (Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server".)
 #
 # `serve` and `connect` are the service: servers that do nothing else, and workers that push and
-# pull as they like. See `parameter_server/`.
+# pull at any time. See `parameter_server/`.
 
 SERVER = 0
 
@@ -284,7 +282,7 @@ class ParameterServer(GradientAggregator):
     timeout   seconds that a message waits at most; by default the backend's
 
     A star: a worker sends its gradients' bytes once, to the server alone, and receives as many from
-    it; the server moves p-1 times that. Not where ranks share memory, or a library does the
+    it; the server moves p-1 times that. Not so if ranks share memory, or a library does the
     collectives. Ranks compare a hash of their lists, 8 bytes, and exchange these if they differ.
 
     Every rank calls each method, in the same order, with lists alike: `DesyncError` on every rank
@@ -301,7 +299,7 @@ class ParameterServer(GradientAggregator):
         self._options: dict[str, Any] = {"algorithm": algorithm, "timeout": timeout}
 
     def broadcast_params(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """The server's parameters, new tensors on every rank. Blocks.
+        """Return the server's parameters, new tensors on every rank. Blocks.
 
         params   any shapes and dtypes, alike on every rank; rank 0's values count; not changed
         """
@@ -311,7 +309,7 @@ class ParameterServer(GradientAggregator):
         return unbucketed(buckets)
 
     def reduce_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Means over all ranks, by the server: new tensors, the same bits everywhere. Blocks."""
+        """Return the server's means over all ranks: new tensors, the same bits on each. Blocks."""
         buckets = self._bucketed(gradients, "reduce_gradients")
         for bucket in buckets:
             reduce_(bucket.flat, self.backend, SERVER, ReduceOp.MEAN, **self._options)
@@ -319,7 +317,6 @@ class ParameterServer(GradientAggregator):
         return unbucketed(buckets)
 
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """`reduce_gradients`."""
         return self.reduce_gradients(gradients)
 
     def _bucketed(self, tensors: Sequence[Tensor], method: str) -> list[GradientBucket]:
@@ -349,34 +346,33 @@ class ParameterServer(GradientAggregator):
         optimizer   `optimizer(params) -> torch.optim.Optimizer`: called once, with the tensors that
                     this server has, if it has any
         servers     ranks that serve; the same on every rank
-        workers     ranks that may connect; by default all others. One may come when it likes, and
-                    while it has not, nobody waits for it
+        workers     ranks that may connect; by default all others. A worker may come at any time,
+                    and nobody waits for it before
         mode        `ServerMode.SYNCHRONOUS`: a step is the mean of the gradients of all that have
                     joined, summed in rank order. `ASYNCHRONOUS`: each push is a step, at once.
                     `staleness(s)`: the same, and nobody is more than s steps ahead of the slowest
         quorum      workers that must have joined before the first step, or all that are not lost;
                     by default all in synchronous mode, else 1
-        timeout     seconds in which somebody must say something; by default the backend's. Longer
+        timeout     seconds without any message; by default the backend's. Has to be longer
                     than a worker's step takes
         on_step     called after each step of the optimizer, with the same record each time, which
                     changes: to save `record.params` and `record.optimizer.state_dict()`, which
-                    `optimizer` may load in a new service. Nobody is served meanwhile
+                    `optimizer` may load in a new service. No worker is served meanwhile
 
-        Returns that record. Each worker has a group of its own, so whoever is lost breaks no other.
+        Returns that record. Each worker has a group of its own, so a lost worker breaks no other.
         Memory: the parameters, the optimizer's state, and twice this server's parameters for each
-        worker. A gradient that is not finite is refused where it is pushed.
+        worker. A worker refuses to push a gradient that is not finite.
 
-        A worker that is lost, or sends what no client does, or whose list of parameters differs: in
-        synchronous mode every worker and server gets a `PeerLostError` (`DesyncError` for the list)
-        that names it and the step. Else it is dropped, with a warning in the log; what it has
-        pushed whole was applied, half a push is not. (`phalanx run` and `spawn` end a job when a
-        rank of it fails: where workers may die, start the ranks so that the death of one does not
-        end the others.)
-        An exception of the optimizer or of `on_step` ends the service, and the workers are told.
-        `CollectiveTimeoutError` names who has not come, and whom it waits for. TypeError,
-        ValueError, `InvalidRankError`, `UnsupportedOperationError` and `MisuseError` for arguments,
-        before anything is sent. A rank serves once at a time; its n-th `serve` goes with each
-        worker's n-th `connect`.
+        A worker fails if it is lost, sends a message that no client sends, or has another list of
+        parameters. In synchronous mode every worker and server then gets a `PeerLostError`
+        (`DesyncError` for the list) that names it and the step. Else it is dropped, with a warning
+        in the log; its complete pushes were applied, half a push is not. (`phalanx run` and `spawn`
+        end a job when a rank of it fails: if workers may die, start the ranks so that the death of
+        one does not end the others.) An exception of the optimizer or of `on_step` ends the
+        service, and the workers are told. `CollectiveTimeoutError` names the absent ranks, and the
+        ranks it waits for. TypeError, ValueError, `InvalidRankError`, `UnsupportedOperationError`
+        and `MisuseError` for arguments, before anything is sent. A rank serves once at a time; its
+        n-th `serve` goes with each worker's n-th `connect`.
         """
         check_backend(backend, "ParameterServer.serve(params, backend, optimizer)", optimizer)
         return Server(
@@ -397,7 +393,7 @@ class ParameterServer(GradientAggregator):
                   first `pull_` or `step`
         timeout   seconds that a call waits at most; by default the backend's
 
-        It begins at the step where the slowest that has joined is. 96 bytes each way, for each
+        It begins at the step of the slowest worker that has joined. 96 bytes each way, for each
         server. `DesyncError` on both sides, naming the first parameter that differs, if the lists
         do; `PeerLostError` and `CollectiveTimeoutError`, after which it cannot be repeated.
         """

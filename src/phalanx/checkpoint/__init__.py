@@ -1,4 +1,4 @@
-"""Checkpoints: model, optimizer and random states on disk, whatever interrupts a save."""
+"""Checkpoints: model, optimizer and random states on disk, safe from interrupted saves."""
 
 from phalanx.checkpoint.async_saves import PendingSave
 from phalanx.checkpoint.load import Checkpoint, latest_checkpoint, load_checkpoint

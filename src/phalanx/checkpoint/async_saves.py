@@ -17,13 +17,13 @@ _KEY = ("checkpoints", "the latest save in the background")
 
 
 class PendingSave:
-    """What `save_checkpoint` returns: done already, or, with `async_save`, being written.
+    """The result of `save_checkpoint`: done, or, with `async_save`, being written.
 
-    folder   of the new checkpoint; it is one when `wait` has returned
-    step     that it was given
+    folder   of the new checkpoint, which is complete when `wait` has returned
+    step     of the save
 
-    An error of a save in the background is in the log, is raised by `wait`, and, if nobody has
-    called that, by the next save on the same backend.
+    An error of a save in the background is in the log, and `wait` raises it. Without a call of
+    `wait`, the next save on the same backend raises it.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
@@ -40,21 +40,21 @@ class PendingSave:
         return f"PendingSave({str(self.folder)!r}, {state})"
 
     def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Return whether `wait` would return, or raise, at once."""
         return self._thread is None or not self._thread.is_alive()
 
     @property
     def failed(self) -> bool:
-        """Whether it is over, and there is no checkpoint."""
+        """Return whether it is over, without a checkpoint."""
         return self.done() and self._failure is not None
 
     def wait(self, timeout: float | None = None) -> Path:
-        """Block until it is a checkpoint, and return its folder. Call it on every rank.
+        """Block until the checkpoint is complete; return its folder. Call it on every rank.
 
         timeout   seconds from now after which to raise `CollectiveTimeoutError`; the save goes on
 
-        Raises what made the save fail, each time it is called; the checkpoints before it are as
-        they were. Nothing is sent.
+        Raises the save's error at each call; earlier checkpoints stay as they were. Nothing is
+        sent.
         """
         if self._thread is not None:
             self._thread.join(timeout)
@@ -76,7 +76,7 @@ class PendingSave:
     def _start(
         self, write: Callable[[], None], backend: Backend | None, group: Backend | None
     ) -> None:
-        """Let a thread, which a program waits for at its end, call `write`; `group` is its own."""
+        """Run `write` in a thread that the program waits for at its end; `group` is its own."""
 
         def run() -> None:
             try:
@@ -100,7 +100,7 @@ class PendingSave:
 
 
 def wait_for_latest(backend: Backend | None) -> PendingSave | None:
-    """The latest save in the background on a backend, when it is over, whether it failed or not."""
+    """Wait for the latest save in the background on a backend; return it, even if it failed."""
     latest = backend.kept.get(_KEY) if backend is not None else None
     if not isinstance(latest, PendingSave):
         return None
@@ -109,11 +109,11 @@ def wait_for_latest(backend: Backend | None) -> PendingSave | None:
     return latest
 
 
-def settle(backend: Backend | None) -> Backend | None:
+def finish_latest_save(backend: Backend | None) -> Backend | None:
     """Wait for the latest save; raise its error unless `wait` has raised it already.
 
-    Returns the group of the same ranks for the messages of the next one, or None if that needs a
-    new one. Training goes on meanwhile, with other collectives, in another order on each rank.
+    Returns the group of the same ranks for the messages of the next save, or None if it needs a new
+    one. Training goes on meanwhile, with other collectives, in another order on each rank.
     """
     latest = wait_for_latest(backend)
     if backend is None or latest is None or not latest.failed:

@@ -15,7 +15,7 @@ from phalanx.core.backend import Backend, SubBackend
 from phalanx.tensor.layer import ParallelLayer
 
 T = TypeVar("T")
-_LONGEST = 4000  # characters of an error, which may quote what was in a file
+_LONGEST = 4000  # characters of an error, which may quote a file
 _TIMEOUT = 600.0  # seconds: disks are slow, and not all are equally slow
 _SHARED = (errors.CheckpointError, errors.MisuseError, errors.UnsupportedOperationError)
 
@@ -23,8 +23,8 @@ _SHARED = (errors.CheckpointError, errors.MisuseError, errors.UnsupportedOperati
 class CheckpointGroup:
     """This rank and the others; without a backend it is alone.
 
-    op        what they do, for errors
-    folder    where, for errors that do not say it
+    op        their operation, for errors
+    folder    of the checkpoint, for errors that do not name it
     timeout   seconds that a rank waits for the others at a time; by default ten minutes, or the
               backend's if that is more
     """
@@ -41,11 +41,12 @@ class CheckpointGroup:
         self.timeout = timeout if timeout is not None else default
 
     def on_all(self, attempt: Callable[[], T]) -> list[T]:
-        """Call `attempt` on every rank; all results, in rank order. Blocks until all have theirs.
+        """Call `attempt` on every rank; return all results, in rank order. Block until all have
+        theirs.
 
-        A result is what `all_gather_object` takes. If an Exception is raised on any rank, every
-        rank raises an error of that kind, which names the first such rank. If another rank is lost
-        meanwhile, what was raised here is the cause of the error.
+        Results are of the types that `all_gather_object` takes. If an Exception is raised on any
+        rank, every rank raises an error of that kind, which names the first such rank. If another
+        rank is lost meanwhile, this rank's exception is the cause of the error.
         """
         failure: Exception | None = None
         outcome: tuple[Any, str, str, int | None]  # result, or kind of error, problem and errno
@@ -74,12 +75,12 @@ class CheckpointGroup:
         return [result for result, *_ in outcomes]
 
     def on_rank0(self, attempt: Callable[[], T]) -> T:
-        """Call `attempt` on rank 0; its result, on every rank. Raises as `on_all` does."""
+        """Call `attempt` on rank 0; return its result on every rank. Raise as `on_all` does."""
         return self.on_all(attempt if self.rank == 0 else lambda: None)[0]  # type: ignore[return-value]
 
 
 def _described(error: Exception, folder: str) -> tuple[str, str, int | None]:
-    """The kind of error to raise on all ranks, its text, and its errno."""
+    """Return the kind of an error to raise on all ranks, its text, and its errno."""
     if isinstance(error, errors.DistributedError):
         kind = type(error).__name__ if isinstance(error, _SHARED) else "CheckpointError"
         return kind, error.message, getattr(error, "errno", None)
@@ -104,9 +105,9 @@ def group_for(
     *,
     of_parts: bool = False,
 ) -> CheckpointGroup:
-    """The ranks of `backend`, by default the model's, or this one by itself.
+    """Return the ranks of `backend`, by default the model's, or this one by itself.
 
-    of_parts   whether ranks with different parts of one layer may be together
+    of_parts   whether the group may have ranks with different parts of one layer
 
     Raises `MisuseError` for a model that has several backends, and as `_check_layer_parts_apart`.
     """
@@ -131,7 +132,7 @@ def group_for(
 #   rank 1   tensor 1   data 0  --\
 #   rank 3   tensor 1   data 1  --/  folder/tensor1
 #
-# Saved together, parts of equal shapes would be taken for replicas, of which only one is written.
+# Saved together, parts of equal shapes would count as replicas, of which only one is written.
 
 
 def _check_layer_parts_apart(
@@ -139,8 +140,8 @@ def _check_layer_parts_apart(
 ) -> None:
     """Raise `CheckpointMismatchError`, on every rank, if parts of one layer meet in one checkpoint.
 
-    That is, if ranks that share a parallel layer save or load together, or in the same folder.
-    Blocks, for a model with such layers, until the ranks that share one have exchanged folders.
+    That is, if ranks that share a parallel layer save or load together, or in one folder. For a
+    model with such layers, blocks until the ranks that share one have exchanged folders.
     """
     for name, layer in model.named_modules():
         if not isinstance(layer, ParallelLayer) or layer.backend.world_size == 1:
@@ -162,7 +163,7 @@ def _check_layer_parts_apart(
 
 
 def _members(backend: Backend) -> set[tuple[int, int]]:
-    """The ranks of a group, numbered alike in all groups that were made of one backend."""
+    """Return the ranks of a group, numbered alike in all groups that were made of one backend."""
     whole = backend
     while isinstance(whole, SubBackend):
         whole = whole.parent

@@ -1,4 +1,4 @@
-"""`load_checkpoint`: what was saved, into a model on any number of ranks, with any strategy."""
+"""`load_checkpoint`: load a checkpoint into a model on any number of ranks, with any strategy."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ _SHOWN = 8  # names in a message
 
 
 class Checkpoint(NamedTuple):
-    """What was loaded.
+    """The loaded checkpoint, beside model and optimizer.
 
-    step         that it was saved with
-    extra        what was saved beside the model
+    step         of the save
+    extra        the value saved beside the model
     folder       of the checkpoint, in the folder that was given
-    world_size   how many ranks saved it
-    own          what the ranks saved for themselves. If `world_size` ranks load it, what this rank
-                 saved; else the list of what all of them saved, in their order: who loads on
-                 another number of ranks decides what becomes of it. None if no rank saved any
+    world_size   number of ranks that saved it
+    own          the ranks' own values. If `world_size` ranks load it, the one that this rank
+    saved; else the list of those of all ranks, in their order: the caller
+    decides what becomes of them. None if no rank saved any
     """
 
     step: int
@@ -78,7 +78,7 @@ def load_checkpoint(
                   was when it was saved. None: only the step, `extra` and `own` are wanted; no
                   random state is brought back then
     optimizer     made from this model's parameters, fresh or not. Its groups get the options that
-                  their parameters had (learning rates, too), and it the state
+                  their parameters had (learning rates, too), and it gets the state
     backend       the ranks that load together; by default the model's, or this one by itself
     step          load the newest checkpoint of this step
     random_state  bring back torch's, Python's and NumPy's (if it is imported) random states. With
@@ -87,17 +87,17 @@ def load_checkpoint(
     timeout       seconds that a rank waits for the others at a time; by default 600, or the
                   backend's if that is more
 
-    Blocks until every rank has read what it holds, checked it against the checksums, and found that
-    it fits; only then is anything changed. Reads the blocks (4 MiB) that this rank has something
-    in, and takes as much memory as it holds. Messages: the manifest, from rank 0.
+    Blocks until every rank has read its part, checked it against the checksums, and found that it
+    fits; only then is anything changed. Reads the blocks (4 MiB) that this rank has something in,
+    and takes as much memory as it holds. Messages: the manifest, from rank 0.
 
     Raises, on every rank and with nothing changed, `CheckpointNotFoundError` (a FileNotFoundError);
     `CheckpointDamagedError` (a ValueError) for a file that is missing, truncated or altered, which
     it names, with the checkpoint that could be loaded instead; `CheckpointMismatchError` (a
-    ValueError) for a model or optimizer that it does not fit, naming what is missing, not expected,
-    or of another shape or dtype, and for state that cannot be cut for this many ranks;
-    `CheckpointIOError`; `MisuseError` for an optimizer without its model. `CollectiveTimeoutError`,
-    `PeerLostError`, `DesyncError`.
+    ValueError) for a model or optimizer that it does not fit, naming the missing, unexpected or
+    different tensor; also for state that cannot be cut for this many ranks; `CheckpointIOError`;
+    `MisuseError` for an optimizer without its model. `CollectiveTimeoutError`, `PeerLostError`,
+    `DesyncError`.
     """
     folder = os.path.abspath(folder)
     load = _Load(group_for(model, backend, folder, "load_checkpoint", timeout), folder)
@@ -145,7 +145,9 @@ class _Load:
         return self._loaded
 
     def _find(self, step: int | None) -> tuple[str, list[bytes]]:
-        """The checkpoint's place in the folder, and the bytes of its commit record and manifest."""
+        """Return the checkpoint's place in the folder, and its commit record and manifest as
+        bytes.
+        """
         wait_for_latest(self._group.backend)
         self._path = find(self._folder, step)
         return os.path.relpath(self._path, self._folder), read_records(self._path)
@@ -156,7 +158,7 @@ class _Load:
         model: nn.Module | None,
         optimizer: torch.optim.Optimizer | None,
     ) -> list[str]:
-        """Read, and return what the checkpoint has and the model of this rank does not."""
+        """Read; return the names in the checkpoint that the model of this rank lacks."""
         manifest = decode_manifest(self._path, *records)
         reader = Reader(self._path, manifest)
         unused: list[str] = []
@@ -195,7 +197,7 @@ class _Load:
 
 
 # ------------------------------------------------------------------------------
-# Whether a checkpoint fits, and what of it this rank reads
+# The fit of a checkpoint, and this rank's part of it
 #
 # A generator for each thing to load into. It raises `CheckpointMismatchError`, or requests tensors
 # from the reader and yields the names in the checkpoint that are not here. When all ranks have read
@@ -309,7 +311,7 @@ def _into_optimizer(
 
 
 def _options_of(number: int, group_of: Mapping[str, int], saved: OptimizerRecord) -> Json:
-    """The options that the parameters of a group had, each in its saved group."""
+    """Return the options of a group's parameters, each from its saved group."""
     had = [(name, saved.groups[at].options) for name, at in group_of.items()]
     for name, options in had:
         if options != had[0][1]:
@@ -324,7 +326,7 @@ def _options_of(number: int, group_of: Mapping[str, int], saved: OptimizerRecord
 def _request_state(
     what: str, path: str, record: StateRecord, shard: state.ParameterShard, reader: Reader
 ) -> StateToLoad:
-    """Request what an optimizer keeps for a parameter under one key, in a tensor named `path`."""
+    """Request the state of an optimizer for a parameter under one key, in a tensor named `path`."""
     if record.tensor:
         of_rank = shard.name_of(path)
         tensor = reader.record(of_rank if of_rank in reader.manifest.state else record.tensor)
@@ -349,7 +351,7 @@ def _request_state(
 
 
 def _placed(value: StateToLoad, parameter: Tensor, reader: Reader, on_cpu: bool) -> object:
-    """State laid out as the parameter; tensors of values on its device, or on the CPU."""
+    """Return state laid out as the parameter; tensors of values on its device, or on the CPU."""
     if not isinstance(value, Tensor):
         device = torch.device("cpu") if on_cpu else parameter.device
         return from_json(value, lambda name: reader.copy(name).to(device))
@@ -362,7 +364,7 @@ def _placed(value: StateToLoad, parameter: Tensor, reader: Reader, on_cpu: bool)
 
 
 def shown(names: list[str]) -> str:
-    """The first few of many names."""
+    """Return the first few of many names."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(plain(name) for name in names[:_SHOWN]) + more
 
@@ -372,7 +374,7 @@ def shown(names: list[str]) -> str:
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
-    """The folder of the newest checkpoint in `folder`; None if there is none, or no such folder.
+    """Return the folder of the newest checkpoint in `folder`; None without one or the folder.
 
     Its files are not looked at. Nothing is sent: the answer is this rank's.
     """
@@ -384,7 +386,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def find(folder: str, step: int | None) -> str:
-    """The folder of a checkpoint: `folder` itself, or the newest one in it, or that of a step."""
+    """Return the folder of a checkpoint: `folder` itself, the newest one in it, or a step's."""
     if os.path.lexists(os.path.join(folder, storage.COMMIT)):
         own = storage.parse(folder)
         if step is None or own is None or own.step == step:
@@ -415,7 +417,7 @@ def find(folder: str, step: int | None) -> str:
 
 
 def read_records(path: str) -> list[bytes]:
-    """The commit record and the manifest of a checkpoint, as they are in its files."""
+    """Return the commit record and the manifest of a checkpoint as bytes of its files."""
     records = []
     for name in (storage.COMMIT, storage.MANIFEST):
         file = os.path.join(path, name)
@@ -427,10 +429,10 @@ def read_records(path: str) -> list[bytes]:
 
 
 def instead_of(path: str) -> str:
-    """A sentence that offers a checkpoint instead of a damaged one: the newest before it whose
-    files are all there, else one after it.
+    """Return a sentence that offers another checkpoint instead of a damaged one.
 
-    Or says that this one has been removed meanwhile: a save in the folder keeps only so many.
+    That is the newest before it whose files are all there, else one after it. If this one has been
+    removed meanwhile, the sentence says so: a save in the folder keeps only `keep` checkpoints.
     """
     path = os.path.abspath(path)
     folder, this = os.path.dirname(path), storage.parse(path)

@@ -30,13 +30,13 @@ MOST_BYTES = 1 << 30  # of a manifest
 BLOCKS = range(1 << 10, (1 << 26) + 1)  # bytes that may share a checksum
 _T = TypeVar("_T")
 
-# What is read is bounded before it is computed with.
+# Numbers from a file are bounded before computing with them.
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=DIMENSIONS)]
 
 
 class StoredShard(msgspec.Struct, frozen=True, array_like=True):
-    """Elements start:stop of a tensor: in which file of the manifest, and from which byte on."""
+    """Elements start:stop of a tensor: their file in the manifest, and their first byte there."""
 
     file: Count
     at: Count
@@ -45,7 +45,7 @@ class StoredShard(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TensorRecord(msgspec.Struct, frozen=True):
-    """A tensor and its shards, ordered by `start`, which together are all of it."""
+    """A tensor and its shards, ordered by `start`, which together are the whole."""
 
     dtype: str
     shape: Shape
@@ -53,12 +53,12 @@ class TensorRecord(msgspec.Struct, frozen=True):
 
 
 class CutRecord(msgspec.Struct, frozen=True):
-    """How a tensor of a tensor-parallel layer is cut, and which part this checkpoint has.
+    """The cuts of a tensor of a tensor-parallel layer, and this checkpoint's part of it.
 
     dim     the dimension along which it is cut
     total   its length in the whole tensor
     runs    for each part its ranges (start, end), which follow each other in the part
-    rank    the part that is here
+    rank    of this part
     """
 
     dim: Count
@@ -77,7 +77,7 @@ class FileRecord(msgspec.Struct, frozen=True):
 
 
 class ShardValue(msgspec.Struct, frozen=True, array_like=True):
-    """A value that makes sense for elements start:stop of a parameter only."""
+    """A value that belongs to elements start:stop of a parameter only."""
 
     start: Count
     stop: Count
@@ -85,7 +85,7 @@ class ShardValue(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StateRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an optimizer keeps for a parameter under one key; one of the three is set.
+    """An optimizer's state for a parameter under one key; one of the three is set.
 
     tensor   the name of a tensor with the parameter's shape, which is sharded like the parameter
     value    a value, which does not depend on how the parameter is sharded
@@ -114,10 +114,10 @@ class OptimizerRecord(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a checkpoint contains.
+    """The contents of a checkpoint.
 
     aliases   other names of tied parameters and buffers, with the name that is stored
-    values    what modules keep beside tensors (`get_extra_state`), by its key in the state dict
+    values    extra state of modules (`get_extra_state`), by its key in the state dict
     rng       for each rank the name of the tensor with its random state
     own       a value for each rank; empty, and not written, if no rank gave one
     cuts      of a part of a tensor-parallel model: the tensors that are cut; else not written
@@ -159,9 +159,9 @@ class _Version(msgspec.Struct, frozen=True):
 
 
 def encode(record: Manifest | Commit) -> bytes:
-    """The record as indented JSON; equal records give equal bytes.
+    """Return the record as indented JSON; equal records give equal bytes.
 
-    Raises `CheckpointError` for one that would not be read.
+    Raises `CheckpointError` for a record that could not be read.
     """
     content = msgspec.json.format(msgspec.json.encode(record), indent=1)
     if len(content) > MOST_BYTES:
@@ -173,7 +173,7 @@ def encode(record: Manifest | Commit) -> bytes:
 
 
 def decode(content: bytes | bytearray, kind: type[_T], path: str) -> _T:
-    """The record in a file. Raises `CheckpointDamagedError`, naming the file, if it has none."""
+    """Return the record in a file. Raise `CheckpointDamagedError`, with its path, without one."""
     try:
         return msgspec.json.decode(content, type=learned(kind))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -181,9 +181,9 @@ def decode(content: bytes | bytearray, kind: type[_T], path: str) -> _T:
 
 
 def decode_manifest(folder: str, commit: bytes, content: bytes) -> Manifest:
-    """The manifest of a checkpoint, from the bytes of its commit record and of its manifest.
+    """Return the manifest of a checkpoint, from its commit record and manifest as bytes.
 
-    `CheckpointDamagedError` for one that is not as it was written, or contradicts itself.
+    Raises `CheckpointDamagedError` for a manifest that has changed, or contradicts itself.
     """
     path = os.path.join(folder, COMMIT)
     record = decode(commit, Commit, path)
@@ -219,7 +219,7 @@ def decode_manifest(folder: str, commit: bytes, content: bytes) -> Manifest:
 
 
 def _problems(manifest: Manifest) -> Iterator[str]:
-    """What no reader should believe: a checkpoint may come from a stranger."""
+    """Yield the contradictions in a manifest: a checkpoint may come from a stranger."""
     size, counts = manifest.world_size, (len(manifest.rng), len(manifest.own) or len(manifest.rng))
     if counts != (size, size) or size < 1:
         yield f"{size} ranks, random states of {counts[0]}, and own values of {counts[1]}"
@@ -269,7 +269,7 @@ def _problems_of_tensors(manifest: Manifest) -> Iterator[str]:
 
 
 def _is_cut(here: TensorRecord | None, cut: CutRecord) -> bool:
-    """Whether the tensor is that part, and the parts together are the whole."""
+    """Return whether a tensor has its part's shape, and all parts together are the whole."""
     if here is None or not (0 <= cut.dim < len(here.shape) and 0 <= cut.rank < len(cut.runs)):
         return False
     reached = 0
@@ -302,11 +302,11 @@ _ALIKE = 100  # keys of one hash in a dict
 
 
 def to_json(value: Any, path: str, keep: Callable[[Tensor, str], str], depth: int = DEPTH) -> Json:
-    """The value as JSON.
+    """Return the value as JSON.
 
-    path    what it is called in errors, and in the names of tensors
+    path    its name in errors, and in the names of tensors
     keep    called with each tensor and its path; returns the name under which it is stored
-    depth   how many levels it may have
+    depth   levels that it may have
 
     Raises `UnsupportedObjectError` (a TypeError), naming the part of another type.
     """
@@ -350,9 +350,9 @@ def to_json(value: Any, path: str, keep: Callable[[Tensor, str], str], depth: in
 
 
 def from_json(encoded: Json, tensor: Callable[[str], Tensor], depth: int = DEPTH) -> Any:
-    """The value that `to_json` was given; `tensor` gives the tensor of a name.
+    """Return the original value of `to_json`; `tensor` returns the tensor of a name.
 
-    Raises ValueError, KeyError or TypeError for what `to_json` does not make.
+    Raises ValueError, KeyError or TypeError for other JSON than that of `to_json`.
     """
     if depth < 0:
         raise ValueError(f"a value of more than {DEPTH} levels")

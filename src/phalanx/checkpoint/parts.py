@@ -4,8 +4,8 @@
     runs/a/1    up.weight [4, 8], rows 4:8 of 8      norm.weight [8]
     whole       up.weight [8, 8]                     norm.weight [8], of the first part
 
-Each part is a checkpoint of its own, saved by the ranks that have it; its manifest says how its
-tensors are cut.
+Each part is a checkpoint of its own, saved by the ranks that have it; its manifest has the cuts of
+its tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from phalanx.wire.memory import plain, tensor_bytes
 
 
 def cuts_of(model: nn.Module, stored: Iterable[str]) -> dict[str, CutRecord]:
-    """How those of a model's tensors are cut that are stored under these names."""
+    """Return the cuts of a model's tensors that are stored under these names."""
     names = set(stored)
     return {
         prefix + name: CutRecord(split.dim, split.cut.total, split.cut.runs, layer.backend.rank)
@@ -40,12 +40,12 @@ def cuts_of(model: nn.Module, stored: Iterable[str]) -> dict[str, CutRecord]:
 
 
 class WholeModel:
-    """The whole tensors of a model, of the checkpoints of all its parts; or of its only one.
+    """The whole tensors of a model, from the checkpoints of all its parts, or of its only one.
 
     first     the part with the first elements of each tensor
     records   the dtypes and shapes of the whole tensors, by name
 
-    Raises `CheckpointMismatchError`, which names what is missing or differs, unless these are
+    Raises `CheckpointMismatchError`, which names the missing or different part, unless these are
     checkpoints of one step, one of each part.
     """
 
@@ -71,7 +71,7 @@ class WholeModel:
     def copy(self, names: Iterable[str], write: Callable[[memoryview], object]) -> None:
         """Give the bytes of these tensors to `write`, in order.
 
-        64 MiB are held at a time, and of what is cut one whole tensor, twice.
+        Holds 64 MiB at a time, and two copies of one whole tensor that is cut.
         """
         for is_cut, group in groupby(names, self._cuts.__contains__):
             if not is_cut:
@@ -82,7 +82,7 @@ class WholeModel:
                 write(tensor_bytes(plain(self._joined(name))))
 
     def differing(self) -> list[str]:
-        """The tensors that are whole in every part, and not the same bits in all of them."""
+        """Return the tensors that are whole in every part, but have different bits there."""
         found = []
         for name in self.records:
             if name not in self._cuts and len(self._parts) > 1:
@@ -92,7 +92,7 @@ class WholeModel:
         return found
 
     def _read(self, name: str) -> list[Tensor]:
-        """A tensor as each part has it."""
+        """Return a tensor as each part has it."""
         read = []
         for part, reader in zip(self._parts, self._readers, strict=True):
             record = part.manifest.model[name]
@@ -106,12 +106,12 @@ class WholeModel:
 
 
 def _part_of(checkpoint: StoredCheckpoint) -> int:
-    """Which part it is of; 0 of a model that is not cut."""
+    """Return the number of the part; 0 for a model that is not cut."""
     return next((cut.rank for cut in checkpoint.manifest.cuts.values()), 0)
 
 
 def _not_all(first: StoredCheckpoint, given: Sequence[StoredCheckpoint], count: int) -> str:
-    """What is wrong where these are not the parts, each of them once."""
+    """Return the problem if these are not the parts, each of them once."""
     if count == 1:
         return (
             f"{first.path} does not say that it is a part: it is of a whole model, or of an "

@@ -1,9 +1,9 @@
-"""`load_pretrained`: safetensors files, as Hugging Face has them, into a model that ranks split.
+"""`load_pretrained`: load Hugging Face's safetensors files into a model that ranks split.
 
     rank 0's part of a weight       w[0:6]   read from byte 0 of it on, 6 elements
     rank 1's                        w[6:12]  from element 6 on
 
-Each rank reads the headers, and of the data what it holds. A part of a tensor-parallel layer is
+Each rank reads the headers, and the data of its own part. A part of a tensor-parallel layer is
 several ranges of the whole.
 """
 
@@ -56,7 +56,7 @@ def load_pretrained(
     rename: Rename | None = None,
     timeout: float | None = None,
 ) -> None:
-    """Load a model from safetensors files, as Hugging Face has them; every rank calls it.
+    """Load a model from Hugging Face's safetensors files; every rank calls it.
 
     folder    with `model.safetensors`, or `model.safetensors.index.json` and its shards; all ranks
               see it
@@ -71,14 +71,15 @@ def load_pretrained(
 
     A floating dtype is converted to the model's, as `Tensor.to` does it; others have to be the
     same. Tied parameters are loaded from any of their names; if several are there they have to be
-    equal. Extra state is left as it is. Blocks until every rank has read what it holds, and found
-    that it fits; only then is anything changed. A rank reads its own bytes and the headers, and
-    holds as much as it has of the model, and at most 64 MiB more. Messages: names, no tensors.
+    equal. Extra state is left as it is. Blocks until every rank has read its part and found that it
+    fits; only then is anything changed. A rank reads its own bytes and the headers. It holds a copy
+    of its part of the model, and at most 64 MiB more. Messages: names, no tensors.
 
     Raises, on every rank and with nothing changed, `CheckpointNotFoundError`;
     `CheckpointDamagedError` for a file that is truncated, or whose header contradicts itself;
-    `CheckpointMismatchError`, naming what is missing, has no place in the model, or is of another
-    shape or dtype; `CheckpointIOError`. `CollectiveTimeoutError`, `PeerLostError`, `DesyncError`.
+    `CheckpointMismatchError`, naming the tensor that is missing, has no place in the model, or has
+    another shape or dtype; `CheckpointIOError`. `CollectiveTimeoutError`, `PeerLostError`,
+    `DesyncError`.
     """
     folder = os.path.abspath(folder)
     group = group_for(model, backend, folder, "load_pretrained", timeout, of_parts=True)
@@ -101,7 +102,7 @@ Range = tuple[int, int, int]
 
 
 class _Wanted(NamedTuple):
-    """What this rank has of a tensor, and what it reads for it; `others` have to be equal."""
+    """This rank's part of a tensor, and its ranges in the files; `others` have to be equal."""
 
     name: str
     shard: ParameterShard
@@ -122,7 +123,7 @@ class _Pretrained:
         self._held: ModelState | None = None
 
     def check(self) -> list[str]:
-        """Whether all fits; the names in the files that this rank's model has no place for."""
+        """Raise unless all fits; return the names in the files that this rank's model lacks."""
         self._held = held = model_state(self._model)
         there = _renamed(_entries(self._folder), self._rename)
         here = {**held.parameters, **held.buffers}
@@ -155,7 +156,7 @@ class _Pretrained:
         return [name for name in there if name not in used]
 
     def read(self) -> None:
-        """Read what this rank has; the model is as it was."""
+        """Read this rank's part; leave the model as it is."""
         for name, shard, entry, others, ranges in self._wanted:
             part = torch.empty(shard.slice.numel, dtype=shard.tensor.dtype)
             for begin, values in _parts(entry, ranges(), part.dtype):
@@ -171,7 +172,7 @@ class _Pretrained:
             self._read.append(part)
 
     def apply(self) -> None:
-        """Change the model."""
+        """Copy the values read into the model."""
         assert self._held is not None
         with ExitStack() as writing, torch.no_grad():
             for wrapper in self._held.wrappers.values():
@@ -207,7 +208,7 @@ def _renamed(entries: Mapping[str, TensorEntry], rename: Rename | None) -> dict[
 
 
 # ------------------------------------------------------------------------------
-# Which elements of the whole a rank has
+# A rank's elements of the whole
 #
 #     a weight of 2 x 6, cut along dim 1, rank 1 of 2      0 1 2 [3 4 5]
 #                                                          6 7 8 [9 10 11]
@@ -230,7 +231,7 @@ def _cuts(model: nn.Module) -> Iterator[tuple[str, Cut]]:
 def _whole(
     shard: ParameterShard, cut: Cut | None
 ) -> tuple[tuple[int, ...], Callable[[], Iterator[Range]]]:
-    """The shape of the whole tensor, and the ranges of it that a shard is."""
+    """Return the shape of the whole tensor, and a shard's ranges of it."""
     shape, start, stop = shard.slice
     if cut is None:
         return shape, lambda: iter([(start, stop - start, 0)])
@@ -255,7 +256,7 @@ def _whole(
 def _parts(
     entry: TensorEntry, ranges: Iterator[Range], dtype: torch.dtype
 ) -> Iterator[tuple[int, Tensor]]:
-    """The values of these ranges, in parts of some MiB: where each belongs, and the values."""
+    """Yield the values of these ranges in parts of some MiB: the place of each, and its values."""
     stored = DTYPES[entry.dtype]
     most = _CHUNK // stored.itemsize
     with files.reading(entry.path, follow=True) as descriptor:
@@ -272,13 +273,13 @@ def _parts(
 
 
 class _Index(msgspec.Struct):
-    """An index: in which file each tensor is."""
+    """An index: the file of each tensor."""
 
     weight_map: dict[str, str]
 
 
 def _entries(folder: str) -> dict[str, TensorEntry]:
-    """All tensors of the files, by name."""
+    """Return all tensors of the files, by name."""
     index = os.path.join(folder, INDEX)
     if not os.path.exists(index):
         single = os.path.join(folder, SINGLE)

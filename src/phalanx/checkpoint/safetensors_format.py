@@ -82,7 +82,7 @@ def header_bytes(
 ) -> bytes:
     """Return the start of a file of these tensors, whose bytes follow in this order.
 
-    tensors   of each its name, its dtype in the format, its shape there, and its size in bytes
+    tensors   name, dtype in the format, shape there, and size in bytes of each
     """
     header: dict[str, object] = {METADATA: metadata}
     begin = 0
@@ -105,7 +105,7 @@ def read_into(descriptor: int, path: str, memory: memoryview, at: int) -> None:
 
 
 class TensorEntry(msgspec.Struct, gc=False, frozen=True):
-    """A tensor in a file: from which byte of the file on."""
+    """A tensor in a file: its dtype and shape, and its first byte there."""
 
     path: str
     dtype: str
@@ -114,7 +114,7 @@ class TensorEntry(msgspec.Struct, gc=False, frozen=True):
 
 
 class _Said(msgspec.Struct, gc=False):
-    """What a header says of a tensor. Its metadata is decoded as one, too: texts by any names."""
+    """A header's entry of a tensor. Its metadata is decoded as one, too: texts by any names."""
 
     dtype: str = ""
     shape: Shape | str | None = None
@@ -125,9 +125,9 @@ _PLACES = re.compile(rb'"data_offsets"\s*:\s*\[')
 
 
 def read_header(path: str) -> dict[str, TensorEntry]:
-    """Read where each tensor of a file is. The file may come from a stranger.
+    """Read the place of each tensor in a file. The file may come from a stranger.
 
-    Raises `CheckpointDamagedError` for one that contradicts itself, `CheckpointNotFoundError`.
+    Raises `CheckpointDamagedError` for a header that contradicts itself, `CheckpointNotFoundError`.
     """
     try:
         with files.reading(path, follow=True) as descriptor:

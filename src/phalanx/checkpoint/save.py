@@ -19,7 +19,7 @@ from xxhash import xxh3_64_hexdigest
 
 from phalanx import files
 from phalanx.checkpoint import state, storage
-from phalanx.checkpoint.async_saves import PendingSave, settle
+from phalanx.checkpoint.async_saves import PendingSave, finish_latest_save
 from phalanx.checkpoint.group import CheckpointGroup, group_for
 from phalanx.checkpoint.manifest import VERSION, Commit, FileRecord, Manifest, encode
 from phalanx.checkpoint.parts import cuts_of
@@ -57,16 +57,16 @@ def save_checkpoint(
     """Write a new checkpoint into `folder`, in a numbered folder of its own; every rank calls it.
 
     folder      one that all ranks see; made if it is not there
-    model       a plain module, DDP, FSDP, or a module with such in it. Each rank writes what it
-                holds; what several hold one of them writes, so that all write about as much.
+    model       a plain module, DDP, FSDP, or a module with such in it. Each rank writes its
+    part; one of several that hold the same writes it, so that all write about as much.
                 Buffers and extra state of the state dict are rank 0's. State of each rank (DDP's
-                compression) is kept for each. Of LocalSGD and DiLoCo, where ranks have different
+                compression) is kept for each. Of LocalSGD and DiLoCo, if ranks have different
                 parameters: the means, and each rank's own, with its optimizer's state
-    step        how far training is, 0 or more
+    step        number of training steps so far, 0 or more
     optimizer   of these parameters
     extra       rank 0's is kept: None, bool, int, float, str, bytes, tensors, and lists, tuples
                 and dicts of them, such as the state of a learning rate schedule
-    own         of the same kinds, kept for each rank, such as where its data loader is
+    own         of the same kinds, kept for each rank, such as its data loader's position
                 (`StatefulDataLoader.state_dict()`). None for a rank that has none
     backend     the ranks that save together; by default the model's, or this one by itself. With
                 tensor-parallel layers (`parallelize`) those that have the same part of them, in a
@@ -81,16 +81,16 @@ def save_checkpoint(
     Random states (torch, Python, NumPy if it is imported, the current GPU) are kept for each rank.
 
     Blocks until the checkpoint is committed: all files and folders are on disk (fsync), the commit
-    record last. Killed at any moment, without room, or on a failing disk, earlier checkpoints stay
-    as they are, and `load_checkpoint` finds the last; what is left of the new one is removed, at
-    the latest by the next save. Nothing is overwritten. Messages: descriptions, no tensors.
+    record last. After a kill at any moment, a full disk or a failing one, earlier checkpoints are
+    intact, and `load_checkpoint` finds the last; the rest of the new one is removed, at the latest
+    by the next save. Nothing is overwritten. Messages: descriptions, no tensors.
 
     An error is raised on every rank: `CheckpointIOError` (an OSError) with rank, file and errno;
     and, before anything is written, `CheckpointMismatchError` for ranks that do not hold one model
     together; `MisuseError` for an optimizer with a parameter that is not the model's, and for ranks
-    that ask for different things; `UnsupportedObjectError` (a TypeError) for an `extra` or `own`
-    that cannot be kept, with the rank and the part of it. `CollectiveTimeoutError`,
-    `PeerLostError`, `DesyncError`.
+    with different arguments; `UnsupportedObjectError` (a TypeError) for an `extra` or `own` that
+    cannot be kept, with the rank and the part of it. `CollectiveTimeoutError`, `PeerLostError`,
+    `DesyncError`.
     """
     folder = os.path.abspath(folder)
     group = group_for(model, backend, folder, "save_checkpoint", timeout)
@@ -150,8 +150,8 @@ class _Save:
         own: object,
         means: dict[Tensor, Tensor],
     ) -> bytes:
-        """What this rank holds and asks for. The ranks exchange it; nothing is written yet."""
-        self.background = settle(self.group.backend)
+        """Describe this rank's tensors and request, for the exchange; nothing is written yet."""
+        self.background = finish_latest_save(self.group.backend)
         local, held, rank = LocalTensors(), state.model_state(model), self.group.rank
         for name, shard in held.parameters.items():
             tensor = means.get(shard.tensor, shard.tensor)
@@ -185,7 +185,7 @@ class _Save:
         return msgspec.json.encode(described)
 
     def _open(self, described: list[RankDescription]) -> tuple[str, str, str]:
-        """Work out who writes what; rank 0 makes the folder."""
+        """Plan which rank writes which shard; rank 0 makes the folder."""
         for rank, each in enumerate(described):
             for ours, theirs in zip(described[0].asked, each.asked, strict=True):
                 if ours != theirs:
@@ -199,7 +199,7 @@ class _Save:
         return next(self.new)
 
     def _copy(self) -> None:
-        """Replace the caller's tensors by copies, on the CPU, of those that this rank writes."""
+        """Replace the caller's tensors that this rank writes by copies on the CPU."""
         copies = {}
         for shard in (shard for file in self.files for shard, _ in file.shards):
             tensor = self.tensors[shard]
@@ -222,7 +222,7 @@ class _Save:
             next(self.new, None)
 
     def _write(self) -> list[tuple[str, int, int, str]]:
-        """Write this rank's files; their records as tuples."""
+        """Write this rank's files; return their records as tuples."""
         seen = b""
         with suppress(FileNotFoundError, NotADirectoryError):
             seen = files.read(os.path.join(self.path, storage.BEGUN), storage.MOST_BEGUN)
@@ -267,13 +267,13 @@ class _Save:
 def new_checkpoint(
     folder: str, manifest: Manifest, timeout: float, keep: int | None
 ) -> Generator[tuple[str, str, str], list[FileRecord]]:
-    """Make a checkpoint in `folder`, of which `manifest` says everything but the files.
+    """Make a checkpoint in `folder`; `manifest` has everything but the records of the files.
 
-    Yields the name of its folder, a nonce in it (a rank that reads it there sees the same folder),
-    and the newest checkpoint before it, or "". When all files are durable their records are sent,
-    and it commits. Resumed again, it removes all but the last `keep` checkpoints. If an error is
-    raised, or it is closed before that, the new folder is removed, unless it is a checkpoint by
-    now. OSErrors name files.
+    Yields the name of its folder, a nonce in it, and the newest checkpoint before it, or "". A rank
+    that reads the nonce there sees the same folder. Send it the files' records when all are
+    durable, and it commits. Resumed again, it removes all but the last `keep` checkpoints. If an
+    error is raised, or it is closed before, it removes the new folder unless that is committed.
+    OSErrors name files.
 
     timeout    seconds to wait for another save there
     """
@@ -316,7 +316,7 @@ def _commit(path: str, manifest: Manifest) -> None:
 
 
 def _check_seen(folder: str, file: FileRecord) -> None:
-    """Raise `CheckpointIOError` unless rank 0 sees the file that another rank has written."""
+    """Raise `CheckpointIOError` unless rank 0 sees the file of another rank."""
     path = os.path.join(folder, file.name)
     try:
         size = storage.size_of(path)

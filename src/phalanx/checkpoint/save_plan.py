@@ -1,10 +1,10 @@
-"""What each rank holds, and who writes what.
+"""Descriptions of the ranks' tensors, and the plan which rank writes which.
 
 Before a save the ranks exchange descriptions: names, dtypes, shapes and shards, but no elements.
 From these every rank works out the same plan, without further messages.
 
     rank 0 holds   w[0:6]   b[0:2]   n        each shard is written once, by a rank that has it;
-    rank 1 holds   w[6:12]  b[0:2]   n        what several have goes to the one with the least to do
+    rank 1 holds   w[6:12]  b[0:2]   n        shared ones go to the rank with the least to do
     rank 0 writes  w[0:6]            n
     rank 1 writes  w[6:12]  b[0:2]
 """
@@ -43,9 +43,9 @@ from phalanx.parallel.wrapper import Slice
 
 
 class RankDescription(msgspec.Struct):
-    """What a rank holds, and what it asks for.
+    """A rank's tensors, and its request.
 
-    asked         what every rank has to ask for alike, in words
+    asked         the part of the request that has to be equal on every rank, in words
     fresh_group   whether it needs a new group for saves in the background
     """
 
@@ -62,13 +62,13 @@ class RankDescription(msgspec.Struct):
 
 
 # ------------------------------------------------------------------------------
-# What a rank could write
+# The tensors that a rank could write
 
 
 class LocalTensors:
     """The tensors that this rank could write, by their descriptions.
 
-    placeholders   whether tensors on the meta device may stand for what is read when it is written
+    placeholders   whether tensors on the meta device may stand for values that are read later
     """
 
     def __init__(self, *, placeholders: bool = False) -> None:
@@ -92,9 +92,9 @@ class LocalTensors:
         self._names.add((kind, name))
 
     def json(self, value: object, path: str) -> Json:
-        """The value as JSON; its tensors are added, under names that begin with `path`.
+        """Return the value as JSON; add its tensors, under names that begin with `path`.
 
-        Of ranks that have the same value, the first writes its tensors.
+        If ranks have the same value, the first of them writes its tensors.
         """
 
         def keep(tensor: Tensor, name: str) -> str:
@@ -106,7 +106,7 @@ class LocalTensors:
         return to_json(value, path, keep)
 
 
-# Of what an optimizer keeps for a parameter,
+# Of an optimizer's state for a parameter,
 #
 #     tensors of the parameter's shape      are sharded like it: momentum, Adam's averages
 #     values without other tensors          are the same for every shard: the number of steps, text
@@ -117,7 +117,7 @@ class LocalTensors:
 def describe_optimizer(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, ParameterShard], local: LocalTensors
 ) -> OptimizerRecord:
-    """What the optimizer keeps; its tensors are added to `local`. Raises as `named_groups` does."""
+    """Return the optimizer's record; add its tensors to `local`. Raise as `named_groups` does."""
     named = named_groups(optimizer, parameters)
     kept = {
         name: optimizer.state[parameter]
@@ -140,7 +140,7 @@ def optimizer_record(
     parameters: Mapping[str, ParameterShard],
     local: LocalTensors,
 ) -> OptimizerRecord:
-    """An optimizer: names and options of each group, what is kept for each parameter, and the rest.
+    """Return an optimizer's record: its groups, the state of each parameter, and the rest.
 
     Its tensors are added to `local`.
     """
@@ -173,10 +173,9 @@ def optimizer_record(
 def _sharded_keys(
     state: Mapping[str, Mapping[Any, object]], parameters: Mapping[str, ParameterShard]
 ) -> set[str]:
-    """The keys under which every tensor has its parameter's shape.
+    """Return the keys under which every tensor has its parameter's shape.
 
-    That a 0-dim parameter has a 0-dim "step" says nothing: another parameter has to have one of
-    its shape, too.
+    A 0-dim "step" of a 0-dim parameter is no proof: another parameter needs a state of its shape.
     """
     tensors: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for name, of_parameter in state.items():
@@ -197,7 +196,7 @@ def _sharded_keys(
 
 
 def _has_dimensions(value: object) -> bool:
-    """Whether there is a tensor in it that has dimensions."""
+    """Return whether any tensor in it has dimensions."""
     if isinstance(value, Tensor):
         return value.ndim > 0
     if isinstance(value, dict):
@@ -210,10 +209,10 @@ def _has_dimensions(value: object) -> bool:
 
 
 def plan_files(described: Sequence[RankDescription]) -> list[PlannedFile]:
-    """All files of a checkpoint, those of rank 0 first; all ranks write about as much.
+    """Return all files of a checkpoint, those of rank 0 first; all ranks write about as much.
 
     Raises `CheckpointMismatchError` if ranks hold different tensors under one name, or no rank
-    holds some of the elements. An empty shard is not written, unless the whole tensor is empty.
+    holds some elements. An empty shard is written only if the whole tensor is empty.
     """
     holders: dict[TensorShard, list[int]] = defaultdict(list)
     for rank, description in enumerate(described):
@@ -266,7 +265,7 @@ def _check_complete(holders: Mapping[TensorShard, list[int]]) -> None:
 
 
 def tensor_records(planned: Sequence[PlannedFile], kind: FileKind) -> dict[str, TensorRecord]:
-    """Where each tensor of the model, or of the state, is; for the manifest."""
+    """Return the manifest's records of the tensors of the model, or of the state."""
     found: dict[str, TensorRecord] = {}
     for number, file in enumerate(planned):
         for shard, at in file.shards if file.kind == kind else ():
@@ -282,7 +281,7 @@ def tensor_records(planned: Sequence[PlannedFile], kind: FileKind) -> dict[str, 
 
 
 def merge_optimizers(described: Sequence[RankDescription]) -> OptimizerRecord | None:
-    """The ranks' optimizers as one; `MisuseError` for different kinds or different options."""
+    """Return the ranks' optimizers as one; `MisuseError` if their kinds or options differ."""
     optimizers = [each.optimizer for each in described if each.optimizer]
     if not optimizers:
         return None
@@ -314,9 +313,9 @@ def merge_optimizers(described: Sequence[RankDescription]) -> OptimizerRecord | 
 
 
 def _merged_state(optimizers: Sequence[OptimizerRecord]) -> dict[str, dict[str, StateRecord]]:
-    """For each parameter and key the record of the first rank that has one.
+    """Return for each parameter and key the record of the first rank that has one.
 
-    Of values for one shard each, those of all shards.
+    Values for single shards are those of all shards.
     """
     merged: dict[str, dict[str, StateRecord]] = defaultdict(dict)
     for optimizer in optimizers:
@@ -342,7 +341,7 @@ def make_manifest(
     planned: Sequence[PlannedFile],
     step: int,
 ) -> Manifest:
-    """The manifest, but for the records of the files, which have the order of `planned`."""
+    """Return the manifest without the records of the files, which have the order of `planned`."""
     aliases: dict[str, str] = {}
     values: dict[str, Json] = {}
     cuts: dict[str, CutRecord] = {}

@@ -1,4 +1,4 @@
-"""What a rank holds of a training: model, optimizer, random states; by names that all ranks share.
+"""A rank's training state: model, optimizer, random states; by names that all ranks share.
 
 A model is a plain module, a wrapper (DDP, FSDP), or a module or pipeline with wrappers in it. Names
 are those of the plain model, as if no wrapper were there. A tensor that has several names is stored
@@ -27,7 +27,7 @@ from phalanx.wire.codec import decode, encode
 class ParameterShard(NamedTuple):
     """A parameter or buffer: `tensor` is this rank's part of it, which is `slice` of the whole.
 
-    owner   where optimizers keep different state for it on each rank: "<rank>/<ranks>" of this one;
+    owner   if optimizers keep different state for it on each rank: "<rank>/<ranks>" of this one;
             empty on rank 0, whose state stands for all
     """
 
@@ -36,12 +36,12 @@ class ParameterShard(NamedTuple):
     owner: str = ""
 
     def name_of(self, path: str) -> str:
-        """The name for this rank's version of what other ranks store under `path`, too."""
+        """Return the name of this rank's version of `path`, which other ranks store, too."""
         return f"{path}@{self.owner}" if self.owner else path
 
 
 class ModelState(NamedTuple):
-    """What a rank holds of a model.
+    """A rank's part of a model.
 
     parameters   by name
     buffers      those of the state dict, by name; every rank has all of each
@@ -58,10 +58,10 @@ class ModelState(NamedTuple):
 
 
 def model_state(model: nn.Module) -> ModelState:
-    """What this rank holds of `model`.
+    """Return this rank's part of `model`.
 
-    Raises `MisuseError` for wrappers inside each other, or a wrapper whose parameters are not as it
-    says; `UnsupportedOperationError` for tensors whose elements are not in memory one by one.
+    Raises `MisuseError` for wrappers inside each other, or a wrapper with other parameters than it
+    describes; `UnsupportedOperationError` for tensors whose elements are not in memory one by one.
     """
     found = ModelState({}, {}, {}, {}, wrappers_of(model))
     first: dict[int, str] = {}
@@ -116,10 +116,10 @@ def check_tensor(name: str, tensor: Tensor) -> None:
 
 
 def wrappers_of(model: nn.Module) -> dict[str, Wrapper]:
-    """The wrappers in a model, or around it: 0, 1, ...; those in a pipeline, of which each rank has
-    others, by the prefix of their parameters, such as `blocks.3.`.
+    """Return the wrappers in a model, or around it, by names: 0, 1, ...
 
-    Raises `MisuseError` for one inside of another.
+    Ranks of a pipeline have different ones, named by the prefix of their parameters, such as
+    `blocks.3.`. Raises `MisuseError` for one inside of another.
     """
     found: dict[str, Wrapper] = {}
     numbers = count()
@@ -167,7 +167,7 @@ def _parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, Parameter
 def named_groups(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, ParameterShard]
 ) -> list[dict[str, Tensor]]:
-    """For each parameter group its parameters, by name; `MisuseError` for one of another model."""
+    """Return the parameters of each group by name; `MisuseError` for one of another model."""
     names = {id(parameter.tensor): name for name, parameter in parameters.items()}
     groups: list[dict[str, Tensor]] = []
     for number, group in enumerate(optimizer.param_groups):
@@ -192,7 +192,7 @@ def named_groups(
 
 
 def capture_random_state() -> Tensor:
-    """The states as they are now, as bytes."""
+    """Return the current states, as bytes."""
     state = current()
     version, words, gauss = state.python
     saved: dict[str, Any] = {
@@ -209,7 +209,7 @@ def capture_random_state() -> Tensor:
 
 
 def check_random_state(saved: Tensor) -> dict[str, Any]:
-    """What `capture_random_state` has saved, tried on other generators; ValueError if it is not."""
+    """Try saved random states on other generators; return them. ValueError if they are none."""
     try:
         states = cast("dict[str, Any]", decode(memoryview(bytearray(saved.tolist()))))
         torch.Generator().set_state(states["torch"])

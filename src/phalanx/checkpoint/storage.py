@@ -1,8 +1,8 @@
 """Files and folders of checkpoints: durable writes, numbered folders, and the lock.
 
 A file is durable when its bytes and its name are: after `fsync` of the file and of its folder. A
-process may be killed before, within or after any of these calls. Every OSError names the file.
-The folder that the user names may be a link. In it no link is followed (files.py).
+process may be killed before, within or after any of these calls. Every OSError names the file. The
+user's folder may be a link. In it no link is followed (files.py).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ log = logging.getLogger("phalanx")
 
 
 def write_file(path: str, content: bytes) -> None:
-    """Write a new file, durable but for its name."""
+    """Write a new file; its bytes are durable, its name is not yet."""
     with files.new_file(path) as descriptor:
         files.write_all(descriptor, content)
         os.fsync(descriptor)
 
 
 def sync(folder: int) -> None:
-    """Make the names in a folder, of which this is a descriptor, durable."""
+    """Make the names in a folder durable; `descriptor` is the folder's."""
     try:
         os.fsync(folder)
     except OSError as error:
@@ -46,7 +46,7 @@ def sync_folder(path: str) -> None:
 
 
 def size_of(path: str) -> int:
-    """The size in bytes, of the opened file: a network file system may cache that of a name."""
+    """Return the size of the opened file: a network file system may cache that of a name."""
     with files.reading(path) as descriptor:
         return os.fstat(descriptor).st_size
 
@@ -84,25 +84,25 @@ class CheckpointFolder(NamedTuple):
 
     @property
     def is_committed(self) -> bool:
-        """Whether it is a checkpoint."""
+        """Return whether the folder is a checkpoint."""
         return os.path.lexists(os.path.join(self.path, COMMIT))
 
 
 def parse(path: str) -> CheckpointFolder | None:
-    """Number and step from the name of a folder; None if the name has another form."""
+    """Return number and step from the name of a folder; None if the name has another form."""
     match = _FOLDER.fullmatch(os.path.basename(path))
     return CheckpointFolder(int(match[1]), int(match[2]), path) if match else None
 
 
 def numbered(folder: str, *, links: bool = False) -> list[CheckpointFolder]:
-    """All numbered folders in a folder, by number; with links to such or without them."""
+    """Return all numbered folders in a folder, by number, with or without links to such."""
     found = filter(None, (parse(os.path.join(folder, name)) for name in os.listdir(folder)))
     folders = (each for each in found if os.path.isdir(each.path))
     return sorted(each for each in folders if links or not os.path.islink(each.path))
 
 
 def committed(folder: str, *, links: bool = False) -> list[CheckpointFolder]:
-    """The checkpoints in a folder, by number; with links to such or without them."""
+    """Return the checkpoints in a folder, by number, with or without links to such."""
     return [each for each in numbered(folder, links=links) if each.is_committed]
 
 
@@ -158,8 +158,8 @@ _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVA
 def locked(folder: str, timeout: float) -> Iterator[None]:
     """Hold the lock of a folder.
 
-    Waits `timeout` seconds for another save in the folder, then raises `CheckpointError` with its
-    process and host. On a file system without locks it logs a warning.
+    Waits at most `timeout` seconds for another save in the folder, then raises `CheckpointError`
+    with its process and host. On a file system without locks it logs a warning.
     """
     path = os.path.join(folder, LOCK)
     deadline = time.monotonic() + timeout
@@ -195,7 +195,7 @@ def _acquired(descriptor: int, path: str) -> bool:
 
 
 def _holder(folder: str) -> str:
-    """Who saves into a folder, as far as the new checkpoint says it."""
+    """Return the process that saves into a folder, as far as the new checkpoint names it."""
     for each in reversed(numbered(folder)):
         if not each.is_committed:
             with suppress(OSError):
@@ -210,28 +210,28 @@ def _holder(folder: str) -> str:
 #     out                  what was asked for; it may be there already if it is empty
 #     .out.unfinished      beside it, locked (flock) while it is written, then renamed to `out`
 #
-# What a killed process left of it is removed. Only a folder of this user is taken for one, in which
-# there is nothing but what is exported.
+# The rest of a killed process is removed: only from a folder of this user, in which there are only
+# exported files.
 
 _EXPORTED = re.compile(
     r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json"
     r"|\.metadata(\.tmp)?|__\d+_\d+_\d+\.distcp",
     re.ASCII,
 )
-_NO_FOLDER_LOCKS = _NO_LOCKS | {errno.EBADF}  # of NFS, which locks what is open for writing only
+_NO_FOLDER_LOCKS = _NO_LOCKS | {errno.EBADF}  # of NFS, which locks only files open for writing
 
 
 @contextmanager
 def new_folder(path: str, nbytes: int, names: Collection[str] = ()) -> Iterator[str]:
     """Give a folder to write into, which becomes `path` at the end of the block.
 
-    nbytes   how many bytes will be written; raises `CheckpointIOError` if there is no room for them
-    names    of what is copied into it, beside the model
+    nbytes   bytes to be written; raises `CheckpointIOError` if there is no room for them
+    names    of the files copied into it, beside the model
 
     Files in it have to be durable by then. If the block raises, the folder is removed. A kill
-    leaves it beside `path`, and the next attempt removes what is in it. Raises `MisuseError` if
-    there is something at `path`, but for an empty folder; `CheckpointError` while another process
-    writes it, and if what is beside it is no folder that an export of this user's has left.
+    leaves it beside `path`, and the next attempt empties it. Raises `MisuseError` if `path` exists
+    and is no empty folder; `CheckpointError` while another process writes it, and if the entry
+    beside it was not left by an export of this user's.
     """
     path = os.path.realpath(path)
     if os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path)):
@@ -244,7 +244,7 @@ def new_folder(path: str, nbytes: int, names: Collection[str] = ()) -> Iterator[
         def remove_ours() -> list[str]:
             return files.remove_in(at, lambda name: name in names or _EXPORTED.fullmatch(name))
 
-        if others := remove_ours():  # left over: the lock says that nobody writes them
+        if others := remove_ours():  # left over: by the lock, no process writes them
             raise CheckpointError(
                 f"{unfinished} has {plain(others[0])}, which no export has left there: move it away"
             )
@@ -263,7 +263,7 @@ def new_folder(path: str, nbytes: int, names: Collection[str] = ()) -> Iterator[
 
 @contextmanager
 def _held(folder: str) -> Iterator[int]:
-    """Make a folder, if it is not there, and hold a lock on it; gives a descriptor of it."""
+    """Make a folder, if it is not there, and hold a lock on it; yield its descriptor."""
     while True:
         made = False
         with suppress(FileExistsError):
@@ -300,7 +300,7 @@ def _held(folder: str) -> Iterator[int]:
 
 
 def check_room(folder: str, nbytes: int) -> None:
-    """Raise `CheckpointIOError` if the disk of a folder has no room for so many bytes."""
+    """Raise `CheckpointIOError` if a folder's disk has no room for `nbytes` bytes."""
     found = os.statvfs(folder)
     free = found.f_bavail * found.f_frsize
     if nbytes > free:

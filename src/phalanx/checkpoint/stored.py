@@ -1,4 +1,4 @@
-"""Checkpoints as they are on disk, without a model: what is in them, and are they undamaged?"""
+"""Checkpoints on disk, without a model: their contents, and whether they are damaged."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class StoredCheckpoint(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The size of its tensor files."""
+        """Size of its tensor files in bytes."""
         return sum(file.bytes for file in self.manifest.files)
 
     def ranks_of(self, record: TensorRecord) -> list[int]:
-        """The ranks that have written a tensor."""
+        """Return the ranks that have written a tensor."""
         names = {self.manifest.files[piece.file].name for piece in record.pieces}
         return sorted(int(name.split("-")[1]) for name in names)
 
     def value(self, encoded: Json) -> Any:
-        """A value of the manifest, with its tensors."""
+        """Return a value of the manifest, with its tensors."""
         reader = Reader(self.path, self.manifest)
         reader.request(encoded)
         reader.read()
@@ -48,7 +48,7 @@ class StoredCheckpoint(NamedTuple):
 
 
 class Exported(NamedTuple):
-    """What a conversion has written: the folder, its files, their bytes, what one should know."""
+    """The result of a conversion: the folder, its files, their bytes, notes for the user."""
 
     path: str
     files: list[str]
@@ -57,17 +57,17 @@ class Exported(NamedTuple):
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:
-    """The key of an order in which layer 2 comes before layer 10."""
+    """Return a sort key that puts layer 2 before layer 10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in _DIGITS.split(name)]
 
 
 def nbytes_of(record: TensorRecord) -> int:
-    """The size of a tensor in bytes."""
+    """Return the size of a tensor in bytes."""
     return prod(record.shape) * DTYPES[record.dtype].itemsize
 
 
 def open_checkpoint(folder: str | os.PathLike[str], step: int | None = None) -> StoredCheckpoint:
-    """The newest checkpoint in a folder, or that of a step; or the one whose own folder it is.
+    """Return the newest checkpoint in a folder, that of a step, or the one in this own folder.
 
     Reads the commit record and the manifest. Raises as `load_checkpoint`.
     """
@@ -80,7 +80,7 @@ def open_checkpoint(folder: str | os.PathLike[str], step: int | None = None) -> 
 
 
 def checkpoints_in(folder: str | os.PathLike[str], step: int | None = None) -> list[str]:
-    """The own folders of all checkpoints in a folder, or of that of a step, by number.
+    """Return the own folders of all checkpoints in a folder, or that of a step, by number.
 
     Raises `CheckpointNotFoundError` if there is none.
     """
@@ -91,16 +91,16 @@ def checkpoints_in(folder: str | os.PathLike[str], step: int | None = None) -> l
 
 
 def nbytes_in(path: str) -> int:
-    """The size of a checkpoint's tensor files now, as far as they are there."""
+    """Return the present size of a checkpoint's tensor files."""
     names = (name for name in os.listdir(path) if storage.TENSOR_FILE.fullmatch(name))
     return sum(os.path.getsize(os.path.join(path, name)) for name in names)
 
 
 def verify(path: str, advance: Advance) -> int:
-    """Read all of a checkpoint, and compare it with its checksums; how many bytes that were.
+    """Read all of a checkpoint, and compare it with its checksums; return the number of bytes.
 
-    Raises `CheckpointDamagedError`, which names the first file, and the bytes in it, that are not
-    as they were written. Holds one block.
+    Raises `CheckpointDamagedError`, which names the first damaged file, and the bytes in it. Holds
+    one block.
     """
     checkpoint = StoredCheckpoint(path, decode_manifest(path, *read_records(path)))
     for file in checkpoint.manifest.files:
@@ -109,7 +109,7 @@ def verify(path: str, advance: Advance) -> int:
 
 
 def describe(checkpoint: StoredCheckpoint) -> dict[str, Any]:
-    """What is in a checkpoint, for programs: names, sizes, ranks; no values but options."""
+    """Describe a checkpoint for programs: names, sizes, ranks; no values but options."""
     manifest = checkpoint.manifest
 
     def tensors(records: dict[str, TensorRecord]) -> list[dict[str, Any]]:
@@ -153,7 +153,7 @@ def describe(checkpoint: StoredCheckpoint) -> dict[str, Any]:
 
 
 def _keys(encoded: Json) -> list[str]:
-    """The keys of a value, if it is a dict; else what it is."""
+    """Return the keys of a value, if it is a dict; else its type in a list."""
     if encoded is None:
         return []
     if isinstance(encoded, dict) and not any(key.startswith("$") for key in encoded):

@@ -46,9 +46,9 @@ FileKind = Literal["model", "state"]
 
 
 class TensorShard(msgspec.Struct, frozen=True, array_like=True):
-    """Elements start:stop of a tensor, which a rank holds and could write.
+    """Elements start:stop of a tensor, which a rank could write.
 
-    kind    in which of a rank's two files it belongs
+    kind    of file: which of a rank's two it belongs to
     equal   ranks that hold these elements have equal values, so any of them may write them; else
             the first of these ranks does
     """
@@ -63,12 +63,10 @@ class TensorShard(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
         return (self.stop - self.start) * DTYPES[self.dtype].itemsize
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the whole tensor."""
         return self.start == 0 and self.stop == prod(self.shape)
 
 
@@ -77,9 +75,9 @@ class TensorShard(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PlannedFile(NamedTuple):
-    """A file before it is written: who writes it, its header, and at which byte each shard begins.
+    """A file to be written: the rank that writes it, its header, and each shard's first byte.
 
-    A shard that is a whole tensor has the tensor's shape there, any other has one dimension.
+    A shard that is a whole tensor has the tensor's shape there; others have one dimension.
     """
 
     rank: int
@@ -116,9 +114,9 @@ def write_tensors(
     bytes_of: Callable[[TensorShard], memoryview],
     block: int = BLOCK,
 ) -> FileRecord:
-    """Write a new file, durable but for its name. OSErrors name it.
+    """Write a new file; its bytes are durable, its name is not yet. OSErrors name it.
 
-    bytes_of   gives the memory of a shard; called once for each, in their order
+    bytes_of   returns the memory of a shard; called once for each, in their order
     """
     size, checksums, of_block = 0, [], xxh3_64()
     path = os.path.join(folder, file.name)
@@ -152,7 +150,7 @@ def write_tensors(
 def overlaps(
     shards: Sequence[StoredShard], start: int, stop: int
 ) -> Iterator[tuple[StoredShard, int, int]]:
-    """Which elements of which shards are elements start:stop; each once, in order.
+    """Yield the elements of shards that are elements start:stop; each once, in order.
 
     The shards are ordered by `start`, and may overlap.
     """
@@ -195,7 +193,7 @@ class Reader:
         return flat
 
     def whole(self, name: str) -> Tensor:
-        """Request a whole tensor of the state files; the same one if requested again."""
+        """Request a whole tensor of the state files; return the same one if requested again."""
         if name not in self._whole:
             record = self.record(name)
             self._whole[name] = self.part(record, Slice.whole(record.shape)).view(record.shape)
@@ -205,13 +203,13 @@ class Reader:
         return self._whole[name]
 
     def copy(self, name: str) -> Tensor:
-        """A new tensor with the elements that were read; several values may refer to one name."""
+        """Return a new tensor with the elements that were read; values may share a name."""
         return self.whole(name).clone()
 
     def request(self, encoded: Json, kind: type[object] = object) -> Json:
-        """Request the tensors of a value; returns the value, which is still encoded.
+        """Request the tensors of a value; return the value, which is still encoded.
 
-        Raises `CheckpointDamagedError` for what encodes no value of that type.
+        Raises `CheckpointDamagedError` unless it encodes a value of that type.
         """
         try:
             value = from_json(encoded, self.whole)
@@ -227,13 +225,13 @@ class Reader:
         return encoded
 
     def record(self, name: str) -> TensorRecord:
-        """Where a tensor of the state files is."""
+        """Return the record of a tensor of the state files."""
         if name not in self.manifest.state:
             raise CheckpointDamagedError(f"{self._path} does not say where {name} is")
         return self.manifest.state[name]
 
     def read(self) -> None:
-        """Read what was requested; `CheckpointDamagedError` for a file that is not as written."""
+        """Read the requested tensors; `CheckpointDamagedError` for a file that has changed."""
         for number, requests in sorted(self._requests.items()):
             file = self.manifest.files[number]
             path = os.path.join(self._path, file.name)
@@ -251,7 +249,7 @@ def copy_tensors(
     write: Callable[[memoryview], object],
     most: int = HELD,
 ) -> None:
-    """Give the bytes of tensors to `write`, one tensor after the other, with `most` held at a time.
+    """Give the bytes of tensors to `write`, one tensor after the other; hold `most` at a time.
 
     Small tensors are read together, large ones in parts. Raises as `Reader.read`.
     """
@@ -278,9 +276,9 @@ def copy_tensors(
 
 
 def verify_file(folder: str, file: FileRecord, advance: Callable[[int], object]) -> None:
-    """Read all of a file, and compare it with its checksums; `advance` hears of each block's bytes.
+    """Read all of a file, and compare it with its checksums; `advance` gets each block's size.
 
-    Raises `CheckpointDamagedError`, which names the first bytes that are not as they were written.
+    Raises `CheckpointDamagedError`, which names the first damaged bytes.
     """
     path = os.path.join(folder, file.name)
     try:

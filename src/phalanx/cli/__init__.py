@@ -1,1 +1,1 @@
-"""The command line: `phalanx`."""
+"""The command line program `phalanx`."""

@@ -66,7 +66,7 @@ def _options(
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Everything after the script is the script's, whatever it looks like.
+# Every word after the script is the script's, even one that looks like an option.
 app.command("run", context_settings={"allow_interspersed_args": False})(run_command)
 
 
@@ -211,7 +211,7 @@ def doctor_command(
 
 
 def run_checks(checks: Sequence[Check], *, as_json: bool) -> int:
-    """Run the checks, showing each as it ends, or all as JSON; return the exit code.
+    """Run the checks; show each as it ends, or all as JSON; return the exit code.
 
     On a terminal stderr shows which check is under way.
     """

@@ -45,7 +45,7 @@ _WIDEST = 1000
 """Characters of a line."""
 
 
-# What is requested by a word that takes some explaining. The rest is in the command's signature.
+# Options whose words need an explanation. The others are in the command's signature.
 
 Operations = Annotated[
     list[str] | None,
@@ -171,7 +171,7 @@ def bench_command(
 
 
 def _run_and_show(report: BenchReport) -> bool:
-    """Whether this process has the report. What there is when it fails is shown, too."""
+    """Run and show the report; return whether this process has it. A failed one is shown, too."""
     from rich.console import Console  # noqa: PLC0415
     from rich.measure import Measurement  # noqa: PLC0415
 
@@ -183,7 +183,7 @@ def _run_and_show(report: BenchReport) -> bool:
             return run_bench(report, status.update)
     finally:
         console = Console(highlight=False)
-        for table in tables(report):  # whole, also where it goes to a file
+        for table in tables(report):  # whole, even in a file
             wanted = Measurement.get(console, console.options.update_width(_WIDEST), table).maximum
             console.width = max(console.width, wanted)
             console.print(table)

@@ -46,7 +46,7 @@ Step = Annotated[
 
 
 class Format(str, Enum):
-    """Whose checkpoints are written."""
+    """The format of an exported checkpoint."""
 
     hf = "hf"
     dcp = "dcp"
@@ -284,24 +284,24 @@ def import_command(
 
 
 # ------------------------------------------------------------------------------
-# What the commands share
+# Common parts of the commands
 
 
 def _done(what: str, attempt: Callable[[], _T]) -> _T:
-    """Call it; an OSError in it becomes one of ours, which names the file."""
+    """Call `convert`; raise an OSError in it as a Phalanx error that names the file."""
     from phalanx.checkpoint.group import CheckpointGroup  # noqa: PLC0415
 
     return CheckpointGroup(None, what, None).on_all(attempt)[0]
 
 
 def _say(text: str) -> None:
-    """Print a line, in which there may be names and texts that others have written."""
+    """Print a line, which may have names and texts of others."""
     typer.echo(plain(text, _LONGEST_LINE))
 
 
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[int], Advance]]:
-    """Show on a terminal how far it is; called with the bytes in all, it gives what counts them."""
+    """Show progress on a terminal; called with the bytes in all, yield a counter of bytes."""
     from rich.console import Console  # noqa: PLC0415
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn  # noqa: PLC0415
 
@@ -338,7 +338,7 @@ def _some(names: list[str]) -> str:
 
 
 def _untagged(option: object) -> object:
-    """An option without the tag that JSON needs for it."""
+    """Return an option without the tag that JSON needs for it."""
     if isinstance(option, dict) and len(option) == 1:
         return next(iter(option.values()))
     return option

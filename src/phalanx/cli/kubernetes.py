@@ -76,7 +76,7 @@ Restarts = Annotated[
 ]
 
 
-# Everything after the script is the script's, whatever it looks like.
+# Every word after the script is the script's, even one that looks like an option.
 def kubernetes_command(
     *,
     script: Annotated[

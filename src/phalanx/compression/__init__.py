@@ -1,4 +1,4 @@
-"""Ways to make gradients smaller on the wire. They know tensors, and nothing of ranks."""
+"""Compressors make gradients smaller on the wire. They know tensors, and nothing of ranks."""
 
 from phalanx.compression.compressor import Compressor
 from phalanx.compression.error_feedback import ErrorFeedback

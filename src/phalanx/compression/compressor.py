@@ -1,21 +1,21 @@
-"""`Compressor`: how gradients are made smaller, and how they are averaged in that form.
+"""`Compressor`: makes gradients smaller, and averages them in that form.
 
     compress         a tensor -> a message that counts its bytes
-    decompress       a message -> what a receiver makes of it
+    decompress       a message -> the receiver's tensor
     average_         a generator: local arithmetic between requests, so that the same code is
                      carried out at once, in the background, or by a test without any rank
-    average_shard_   the same, where each member needs its own shard of the mean only
+    average_shard_   the same, if each member needs only its own shard of the mean
 
-    who          average_                                   average_shard_
+    class        average_                                   average_shard_
     Half         all-reduce of messages (*)                 all-to-all, sum
     RandomK      all-reduce of messages                     reduce-scatter
     PowerSGD     two all-reduces of factors                 the same; the product of the shard alone
     TopK         all-gather, everybody sums                 all-to-all, sum
     Quantized    all-to-all, sum, quantize, all-gather      all-to-all, sum
 
-    (*) with error feedback as Quantized, so that what is rounded off the mean is kept, too
+    (*) with error feedback as Quantized, so that rounding errors of the mean are kept, too
 
-What a member leaves out of its message is lost, unless a `ResidualStore` keeps it.
+The part that a member leaves out of its message is lost, unless a `ResidualStore` keeps it.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from xxhash import xxh3_64_intdigest
 from phalanx.errors import UnsupportedOperationError
 
 # ------------------------------------------------------------------------------
-# Requests: what the members of an average do together, as data that somebody else carries out. The
+# Requests: the common operations of an average's members, as data for an executor. The
 # arithmetic knows no rank and no backend: a test plays all members in one thread.
 
 
 class Member(NamedTuple):
-    """One of those who average together: number `number` of `parts`."""
+    """A member of the group that averages together: number `number` of `parts`."""
 
     number: int
     parts: int
@@ -80,8 +80,8 @@ Rounds: TypeAlias = Generator[Request, Tensor, None]
 # shapes  (2, 5)                  (2,)
 
 
-class GradientPlace(NamedTuple):
-    """Where a gradient lies in a bucket: elements start:stop."""
+class GradientRange(NamedTuple):
+    """The place of a gradient in a bucket: elements start:stop."""
 
     name: str
     shape: torch.Size
@@ -90,7 +90,7 @@ class GradientPlace(NamedTuple):
 
 
 class GradientBucket:
-    """Flat memory, and which gradients lie in it.
+    """Flat memory, and the gradients in it.
 
     flat    1-D, contiguous; as long as the gradients, or longer, padded with zeros
     names   of the gradients; the same on every member: residuals are kept by these names
@@ -101,37 +101,37 @@ class GradientBucket:
         self.flat = flat
         stops = list(accumulate(shape.numel() for shape in shapes))
         self.pieces = tuple(
-            GradientPlace(name, shape, stop - shape.numel(), stop)
+            GradientRange(name, shape, stop - shape.numel(), stop)
             for name, shape, stop in zip(names, shapes, stops, strict=True)
         )
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], names: Sequence[str]) -> GradientBucket:
-        """A bucket of copies of tensors of one dtype."""
+        """Return a bucket of copies of tensors of one dtype."""
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         return cls(flat, names, [tensor.shape for tensor in tensors])
 
     @property
     def size(self) -> int:
-        """How many values the gradients have."""
+        """The number of the gradients' values."""
         return self.pieces[-1].stop if self.pieces else 0
 
     def unpadded(self) -> GradientBucket:
-        """The gradients alone, in the same memory."""
+        """Return the gradients alone, in the same memory."""
         names, shapes = [p.name for p in self.pieces], [p.shape for p in self.pieces]
         return GradientBucket(self.flat[: self.size], names, shapes)
 
     def shards(self, parts: int) -> Tensor:
-        """The flat memory as `[parts, ...]`: row i is member i's shard."""
+        """Return the flat memory as `[parts, ...]`: row i is member i's shard."""
         return self.flat.view(parts, len(self.flat) // parts)
 
-    def cut(self, flat: Tensor) -> Iterator[tuple[GradientPlace, Tensor]]:
-        """Each gradient's place, and its view, in its shape, of a tensor like `flat`."""
+    def cut(self, flat: Tensor) -> Iterator[tuple[GradientRange, Tensor]]:
+        """Yield each gradient's place, and its view, in its shape, of a tensor like `flat`."""
         for place in self.pieces:
             yield place, flat[place.start : place.stop].view(place.shape)
 
-    def overlaps(self, start: int, stop: int) -> Iterator[tuple[GradientPlace, int, int]]:
-        """The gradients that have some of elements start:stop, and which elements these are."""
+    def overlaps(self, start: int, stop: int) -> Iterator[tuple[GradientRange, int, int]]:
+        """Yield the gradients that overlap elements start:stop, and the common elements."""
         for place in self.pieces:
             low, high = max(place.start, start), min(place.stop, stop)
             if low < high:
@@ -145,10 +145,10 @@ State: TypeAlias = Mapping[str, Tensor]
 
 
 class NamedTensors:
-    """Tensors by name. Those that a pass puts in replace the others when it is committed.
+    """Tensors by name. A pass puts in others, which replace them when it is committed.
 
     committed   as of the last commit
-    pending     what this pass has put in, which nobody else writes
+    pending     put in by this pass; nobody else writes them
     """
 
     def __init__(self) -> None:
@@ -156,20 +156,20 @@ class NamedTensors:
         self.pending: dict[str, Tensor] = {}
 
     def latest(self, name: str) -> Tensor | None:
-        """What this pass has put in under that name; else the committed tensor."""
+        """Return this pass's tensor of that name; else the committed one."""
         return self.pending.get(name, self.committed.get(name))
 
     def commit(self) -> None:
-        """The pass counts."""
+        """Keep the tensors of this pass."""
         self.committed.update(self.pending)
         self.pending.clear()
 
     def rollback(self) -> None:
-        """The pass does not count: the state is that of the last commit."""
+        """Drop the tensors of this pass: the state is that of the last commit."""
         self.pending.clear()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Names and committed tensors; copies."""
+        """Return copies of the committed tensors by name."""
         return {name: tensor.clone() for name, tensor in self.committed.items()}
 
     def load_state_dict(self, state: State) -> None:
@@ -179,10 +179,10 @@ class NamedTensors:
 
 
 class CallCounter(NamedTensors):
-    """Numbers calls, so that each has random numbers of its own, and alike on every member.
+    """Numbers calls, so that each has its own random numbers, the same on every member.
 
-    A pass that is rolled back is counted again: members that were cut short at different calls go
-    on alike. As a state: the number of calls that counted, whose name is empty.
+    A pass that is rolled back is counted again: members that stopped at different calls go on
+    alike. The state is the number of committed calls; its name is empty.
     """
 
     def __init__(self) -> None:
@@ -190,51 +190,51 @@ class CallCounter(NamedTensors):
         self.load_state_dict({})
 
     def next(self) -> int:
-        """The number of this call."""
+        """Return the number of this call."""
         number = self.pending.get("", self.committed[""])
         self.pending[""] = number + 1
         return int(number)
 
     def load_state_dict(self, state: State) -> None:
-        """Continue from there."""
         super().load_state_dict({"": torch.tensor(int(state.get("", 0)), dtype=torch.int64)})
 
 
 def strip_prefix(prefix: str, state: State) -> dict[str, Tensor]:
-    """The entries whose keys have that prefix, without it."""
+    """Return the entries whose keys have that prefix, without it."""
     return {k[len(prefix) :]: value for k, value in state.items() if k.startswith(prefix)}
 
 
 # ------------------------------------------------------------------------------
-# Residuals: what a compressor leaves out.
+# Residuals: the values that a compressor leaves out.
 
 
 class ResidualStore:
-    """Is asked before anything is left out, and told afterwards what was. This one keeps nothing.
+    """Stores the values that compression leaves out, the residuals. This one keeps nothing.
 
-    A quantized average leaves out twice: each member, of its own gradients; and the member that has
-    summed a slice, its owner, of that mean.
+    A quantized average leaves out values twice: each member those of its own gradients, and the
+    owner of a slice, which has summed it, those of that mean.
     """
 
     def add_residual(self, bucket: GradientBucket, member: Member) -> Tensor:
-        """What is to be sent of the bucket: its values and their former residuals. Flat; of one
-        that keeps residuals new, float32 or wider, and only `residual()` below writes it.
+        """Return the bucket's values to send, with their former residuals added: flat. A store that
+        keeps residuals returns a new tensor, float32 or wider, which only `residual()` below
+        writes.
         """
         return bucket.flat
 
     def store_residual(self, bucket: GradientBucket, residual: Callable[[], Tensor]) -> None:
-        """`residual()` was left out: flat, as long as the bucket. It may be computed in the memory
-        that `add_residual` gave, which nobody reads afterwards.
+        """Store `residual()`, the values left out: flat, as long as the bucket. It may be computed
+        in the memory that `add_residual` returned, which nobody reads afterwards.
         """
 
     def add_owned_residual(self, bucket: GradientBucket, start: int, mean: Tensor) -> Tensor:
-        """What is to be sent of a mean whose owner this member is: elements `start` and on."""
+        """Return the values to send of this member's mean, elements `start` and on."""
         return mean
 
     def store_owned_residual(
         self, bucket: GradientBucket, start: int, residual: Callable[[], Tensor]
     ) -> None:
-        """`residual()` of that mean was left out."""
+        """Store `residual()`, the values left out of that mean."""
 
 
 NO_RESIDUALS = ResidualStore()
@@ -246,12 +246,12 @@ NO_RESIDUALS = ResidualStore()
 
 @dataclass(frozen=True, eq=False)
 class EncodedTensor:
-    """A message: what is sent in the place of a tensor.
+    """A message that is sent in the place of a tensor.
 
     sent    as it is on the wire
     shape   of the tensor
     dtype   of the tensor
-    call    number of the call, where a receiver needs it to draw the same random numbers
+    call    number of the call, if a receiver needs it to draw the same random numbers
     """
 
     sent: tuple[Tensor, ...]
@@ -261,7 +261,7 @@ class EncodedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the wire."""
+        """Number of bytes on the wire."""
         return sum(tensor.nbytes for tensor in self.sent)
 
 
@@ -269,25 +269,25 @@ class Compressor(ABC):
     """A way to make gradients smaller.
 
     Tensors are float16, bfloat16, float32 or float64, of any shape, on any device; other dtypes
-    raise `UnsupportedOperationError`. What is not finite stays visible: wherever a gradient of one
-    member is infinite or NaN, the average of its bucket is not finite either, on all members.
+    raise `UnsupportedOperationError`. Infinity and NaN stay visible: if a gradient of one member
+    has either, the average of its bucket is not finite on any member.
 
-    Some have a state: random numbers that go on, what was sent before. It changes for good with
-    `commit`, after a pass over all gradients; `rollback` forgets a pass that came to nothing.
+    Some have a state: random numbers that go on, or earlier messages. It changes for good with
+    `commit`, after a pass over all gradients; `rollback` forgets a pass without a result.
 
-    waits_for_step   whether passes count only when an optimizer takes the step, as in a pipeline,
-                     where a step has several, and gradients elsewhere may not be finite
+    waits_for_step   whether passes count only if an optimizer takes the step, as in a pipeline,
+    whose steps have several, and whose gradients may be infinite elsewhere
     """
 
     waits_for_step = False
 
     @abstractmethod
     def compress(self, tensor: Tensor) -> Any:
-        """A message for the tensor, which is not changed; `nbytes`: exactly those on the wire."""
+        """Return a message for the tensor, which stays as it is. `nbytes` are its bytes as sent."""
 
     @abstractmethod
     def decompress(self, message: Any) -> Tensor:
-        """The receiver's new tensor, of the compressed one's shape, dtype and device."""
+        """Return the receiver's new tensor, of the compressed one's shape, dtype and device."""
 
     @abstractmethod
     def average_(
@@ -296,7 +296,7 @@ class Compressor(ABC):
         """Overwrite the bucket with the mean over all members: the same bits on each of them.
 
         A generator: it yields requests, and is sent their results. All members have to run it for
-        buckets alike, in the same order.
+        equal buckets, in the same order.
         """
 
     def average_shard_(
@@ -305,40 +305,42 @@ class Compressor(ABC):
         """Overwrite this member's shard of the bucket with the mean over all members.
 
         The flat memory is cut into as many shards as there are members (`GradientBucket.shards`),
-        and padded for it. What the other shards hold afterwards is undefined. A value that is not
-        finite shows in the shard it is in, at least. Here: computes the whole mean.
+        and padded for it. The contents of the other shards are undefined afterwards. A value that
+        is not finite shows at least in its own shard. This implementation computes the whole mean.
         """
         yield from self.average_(bucket.unpadded(), member, feedback)
 
     def contraction(self) -> Compressor:
-        """The form of this that error feedback works with: what it leaves out is smaller than what
-        it is given, on average over time. Itself, unless it trades that for being unbiased.
+        """Return the form of this compressor for error feedback.
+
+        Its residual is smaller than its input, on average over time. By default the compressor
+        itself; one that trades this for being unbiased returns another.
         """
         return self
 
     def remembers(self) -> Mapping[str, NamedTensors | Compressor]:
-        """The parts of its state, by the prefix of the keys under which they are saved."""
+        """Return the parts of its state, by the prefix of the keys under which they are saved."""
         return {}
 
     def commit(self) -> None:
-        """The averages since the last commit count: their state is kept."""
+        """Keep the state of the averages since the last commit: they count."""
         for part in self.remembers().values():
             part.commit()
 
     def end_pass(self, *, counts: bool) -> None:
-        """A pass is over: commit, unless the step is waited for, or roll back."""
+        """End a pass: commit, unless the step is waited for, or roll back."""
         if not counts:
             self.rollback()
         elif not self.waits_for_step:
             self.commit()
 
     def rollback(self) -> None:
-        """They do not count: the state is that of the last commit."""
+        """Drop the state of the averages since the last commit."""
         for part in self.remembers().values():
             part.rollback()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This member's state as of the last commit: copies, by names."""
+        """Return this member's state as of the last commit: copies, by names."""
         return {
             prefix + key: value
             for prefix, part in self.remembers().items()
@@ -346,12 +348,12 @@ class Compressor(ABC):
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Take the state of the member, or one like it, whose `state_dict` this is."""
+        """Take the `state_dict` of this member, or of one like it."""
         for prefix, part in self.remembers().items():
             part.load_state_dict(strip_prefix(prefix, state))
 
     def reshard(self, states: Sequence[State | None], parts: int) -> list[dict[str, Tensor]]:
-        """The states for another number of members.
+        """Return the states for another number of members.
 
         states   of all former members, in their order; None where one is lost
         """
@@ -360,7 +362,7 @@ class Compressor(ABC):
 
 
 def check_compressor(compressor: object, who: str) -> None:
-    """TypeError unless it is one: a class is none yet."""
+    """Raise TypeError unless it is a compressor; a class is none."""
     if not isinstance(compressor, Compressor):
         raise TypeError(f"{who} takes a compressor, such as TopK(0.01), not {compressor!r}")
 
@@ -372,7 +374,7 @@ def listed_tensors(
     what: str = "gradient",
     advice: str = "; leave out parameters without a gradient, or give zeros",
 ) -> list[Tensor]:
-    """The tensors, `what` they are, as a list. TypeError unless it is a list of tensors."""
+    """Return the tensors, `what` they are, as a list. TypeError unless it is a list of tensors."""
     if isinstance(tensors, Tensor):  # whose rows would be taken for the list
         raise TypeError(f"{who} takes a list of {what}s, not one tensor")
     if not isinstance(tensors, Iterable):
@@ -393,7 +395,7 @@ _FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float
 
 
 def check_floating(tensor: Tensor, what: object) -> None:
-    """Raise `UnsupportedOperationError` unless it has a dtype that gradients are compressed in."""
+    """Raise `UnsupportedOperationError` unless gradients of the dtype can be compressed."""
     if tensor.dtype not in _FLOATING:
         raise UnsupportedOperationError(
             f"{what} compresses float16, bfloat16, float32 and float64, not "
@@ -402,12 +404,12 @@ def check_floating(tensor: Tensor, what: object) -> None:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to compute with: float64 for that, else float32."""
+    """Return the dtype to compute with: float64 for that, else float32."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def narrowed(values: Tensor, dtype: torch.dtype, parts: int = 1) -> Tensor:
-    """Values in the dtype in which they are sent, rounded to nearest.
+    """Return the values in the dtype in which they are sent, rounded to nearest.
 
     Values too large for it become its largest, or the largest that a sum over `parts` members can
     bear: error feedback would send an infinity from a cast again and again. Infinities stay.
@@ -416,7 +418,7 @@ def narrowed(values: Tensor, dtype: torch.dtype, parts: int = 1) -> Tensor:
         return values
     most = torch.finfo(dtype).max / (parts + 1 if parts > 1 else 1)  # sums are rounded
     most = min(most, torch.finfo(values.dtype).max)
-    if values.device.type == "cpu" and values.numel():  # where to look first costs no wait
+    if values.device.type == "cpu" and values.numel():  # where a check costs no wait
         low, high = values.aminmax()  # NaN, if there is one
         if -most <= low and high <= most:
             return values.to(dtype, copy=True)
@@ -424,13 +426,13 @@ def narrowed(values: Tensor, dtype: torch.dtype, parts: int = 1) -> Tensor:
 
 
 def generator(*what: object, device: torch.device) -> torch.Generator:
-    """A generator seeded with what it is drawn for: numbers and words. Not torch's global one."""
+    """Return a new generator, not torch's global one, seeded with its purpose: numbers, words."""
     digest = xxh3_64_intdigest(repr(what).encode()) >> 1  # 63 bits: it takes no negative number
     return torch.Generator(device).manual_seed(digest)
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether all values are finite, at the speed of memory. Waits for the device."""
+    """Return whether all values are finite, at the speed of memory. Waits for the device."""
     dtype = torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else None
     if values.numel() == 0 or values.sum(dtype=dtype).isfinite():
         return True  # else a value is not, or the sum is too large itself

@@ -1,4 +1,4 @@
-"""Error feedback: what a compressor leaves out is kept, and added to the next gradient.
+"""Error feedback: the values that a compressor leaves out are added to the next gradient.
 
     sent + residual  ==  gradient + former residual
 
@@ -32,20 +32,21 @@ from phalanx.errors import SizeMismatchError
 
 
 class ErrorFeedback(Compressor, ResidualStore):
-    """A compressor that loses nothing: what it leaves out is sent later.
+    """A compressor that loses nothing: values that it leaves out are sent later.
 
-    compressor   any other one. Quantized rounds to nearest in here, unless it is told otherwise;
-                 `inner` is the compressor in the form that is used
+    compressor   any other one. Quantized rounds to nearest in here, unless told otherwise;
+    `inner` is the compressor in the form that is used
 
-    Sums are float32 (float64 for that), residuals too, whatever the gradients' dtype. The equation
+    Sums and residuals are float32 for all gradients but float64, which stay that. The equation
     above holds bit for bit for `TopK`, `RandomK` and `Half`, whose messages are some of the values
     themselves or their rounding; else to one rounding of the larger of `sent` and `residual`. For
-    an average it holds for sums over all members, with what members and owners of slices keep.
+    an average it holds for sums over all members, with the residuals of members and owners of
+    slices.
 
     It costs memory of the gradients' size twice (4 bytes a value each): the residuals, and while a
-    pass runs, its new ones. A pass that comes to nothing (`rollback`) leaves them as they were.
+    pass runs, its new ones. A pass without a result (`rollback`) leaves them as they were.
 
-    Its state (the keys are below) is this member's; `reshard` makes of all members' states those
+    Its state (the keys are below) is this member's; `reshard` turns all members' states into those
     for another number of members.
     """
 
@@ -62,7 +63,7 @@ class ErrorFeedback(Compressor, ResidualStore):
         return f"ErrorFeedback({self.inner!r})"
 
     def compress(self, tensor: Tensor, name: str = "") -> Any:
-        """The compressor's message for the tensor and the residual of that name."""
+        """Return the compressor's message for the tensor and the residual of that name."""
         check_floating(tensor, self)
         bucket = GradientBucket.of([tensor], [name])
         wanted = self.add_residual(bucket, Member(0, 1))
@@ -73,31 +74,31 @@ class ErrorFeedback(Compressor, ResidualStore):
         return message
 
     def decompress(self, message: Any) -> Tensor:
-        """What the compressor makes of it."""
+        """Return the compressor's tensor of the message."""
         return self.inner.decompress(message)
 
     def residual(self, name: str = "") -> Tensor | None:
-        """The residual of that gradient on this member: flat; a copy. None: there is none yet."""
+        """Return a flat copy of the gradient's residual on this member; None if there is none."""
         residual = self._residuals.committed.get(name)
         return residual.clone() if residual is not None else None
 
     def scale_(self, factor: float) -> None:
-        """Multiply all residuals: when the scale of the loss changes by that factor."""
+        """Multiply all residuals by `factor`, as when the loss's scale changes by it."""
         for residual in chain(self._residuals.committed.values(), self._owned.committed.values()):
             residual.mul_(factor)
 
     def average_(self, bucket: GradientBucket, member: Member, feedback: object = None) -> Rounds:
-        """The compressor's rounds, with the residuals kept here."""
+        """Run the compressor's rounds, with the residuals kept here."""
         yield from self.inner.average_(bucket, member, self)
 
     def average_shard_(
         self, bucket: GradientBucket, member: Member, feedback: object = None
     ) -> Rounds:
-        """The compressor's rounds, with the residuals kept here."""
+        """Run the compressor's rounds, with the residuals kept here."""
         yield from self.inner.average_shard_(bucket, member, self)
 
     def add_residual(self, bucket: GradientBucket, member: Member) -> Tensor:
-        """Gradients and their residuals: flat, new."""
+        """Return the sum of gradients and their residuals: flat, new."""
         self._parts = member.parts
         wanted = bucket.flat.to(wide(bucket.flat.dtype), copy=True)
         for name, _, start, stop in bucket.pieces:
@@ -113,13 +114,13 @@ class ErrorFeedback(Compressor, ResidualStore):
         return wanted
 
     def store_residual(self, bucket: GradientBucket, residual: Callable[[], Tensor]) -> None:
-        """Keep it, if the pass counts."""
+        """Store the residual, for the case that the pass counts."""
         flat = residual()
         for place in bucket.pieces:
             self._residuals.pending[place.name] = flat[place.start : place.stop]
 
     def add_owned_residual(self, bucket: GradientBucket, start: int, mean: Tensor) -> Tensor:
-        """A mean and what was left out of the last one: new."""
+        """Return the sum of a mean and the last one's residual: new."""
         wanted = mean.clone()
         for key, part in _owned_slices(bucket, start, wanted):
             residual = self._owned.latest(key)
@@ -130,17 +131,17 @@ class ErrorFeedback(Compressor, ResidualStore):
     def store_owned_residual(
         self, bucket: GradientBucket, start: int, residual: Callable[[], Tensor]
     ) -> None:
-        """Keep it, if the pass counts."""
+        """Store the residual, for the case that the pass counts."""
         for key, part in _owned_slices(bucket, start, residual()):
             self._owned.pending[key] = part
 
     def remembers(self) -> Mapping[str, NamedTensors | Compressor]:
-        """The residuals, and the compressor's own state."""
+        """Return the residuals, and the compressor's own state."""
         return {RESIDUAL: self._residuals, OWNED: self._owned, INNER: self.inner}
 
     def commit(self) -> None:
-        """The pass counts: its residuals are for the next one. What was left out of means of which
-        another member is the owner now is added to this member's own residuals.
+        """Keep the pass's residuals for the next one. Residuals of means that have another owner
+        now are added to this member's own.
         """
         for key, left in list(self._owned.committed.items()):
             name, start, stop = read_slice_key(key)
@@ -151,8 +152,8 @@ class ErrorFeedback(Compressor, ResidualStore):
         super().commit()
 
     def reshard(self, states: Sequence[State | None], parts: int) -> list[dict[str, Tensor]]:
-        """With as many members as before, each gets its own, bit for bit; else equal shares of what
-        averages lack, summed in float64 and rounded once.
+        """Return as many members' states as before bit for bit; for another number, equal shares of
+        the missing part of averages, summed in float64 and rounded once.
         """
         known = [state for state in states if state is not None]
         inner = self.inner.reshard(
@@ -173,14 +174,14 @@ class ErrorFeedback(Compressor, ResidualStore):
 def _owned_slices(
     bucket: GradientBucket, start: int, values: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
-    """Values of a bucket from element `start` on, gradient by gradient: their keys, and views."""
+    """Yield the values of a bucket from element `start` on, by gradient: their keys, and views."""
     for place, low, high in bucket.overlaps(start, start + len(values)):
         key = slice_key(place.name, low - place.start, high - place.start)
         yield key, values[low - start : high - start]
 
 
 # ------------------------------------------------------------------------------
-# Residuals in a state dict: their keys, and what becomes of them with another number of members.
+# Residuals in a state dict: their keys, and their use by another number of members.
 #
 #   residual.<name>              what a member has left out of its gradient
 #   owned.<start>-<stop>.<name>  what it has left out of the mean of these elements of the gradient
@@ -189,28 +190,28 @@ def _owned_slices(
 # An average lacks  sum over p members of residual / p  +  sum of owned.  Of q members each gets an
 # equal share of that, so that it lacks as much afterwards.
 #
-# Where gradients are cut into shards before they are averaged, a member knows slices of them only:
+# If gradients are cut into shards before they are averaged, a member knows only slices of them:
 # then <name> is <start>-<stop>.<name>, elements start:stop of that gradient.
 
 RESIDUAL, OWNED, INNER = "residual.", "owned.", "inner."
 
 
 def slice_key(name: str, start: int, stop: int) -> str:
-    """The key of elements start:stop of a gradient, without its prefix."""
+    """Return the key of elements start:stop of a gradient, without its prefix."""
     return f"{start}-{stop}.{name}"
 
 
 def read_slice_key(key: str) -> tuple[str, int, int]:
-    """The name, start and stop of such a key."""
+    """Return the name, start and stop of such a key."""
     span, name = key.split(".", 1)
     start, stop = span.split("-")
     return name, int(start), int(stop)
 
 
 def total_residual(states: Sequence[State], parts: int) -> dict[str, Tensor]:
-    """What averages of that many members lack, by name; float64.
+    """Return the part that averages of that many members lack, by name; float64.
 
-    states   of those members that are known
+    states   of the members, as far as they are known
     """
     total: dict[str, Tensor] = {}
     for state in states:
@@ -225,7 +226,7 @@ def total_residual(states: Sequence[State], parts: int) -> dict[str, Tensor]:
 
 
 def join_slices(slices: State, sizes: Mapping[str, int]) -> dict[str, Tensor]:
-    """Whole gradients from slices of them, by name; zeros for what is not there.
+    """Return whole gradients from slices of them, by name; zeros for missing ones.
 
     sizes   of the gradients, by name, as far as they are known
     """
@@ -240,7 +241,7 @@ def join_slices(slices: State, sizes: Mapping[str, int]) -> dict[str, Tensor]:
 
 
 def split_residual(total: Tensor, parts: int, dtype: torch.dtype) -> list[Tensor]:
-    """Residuals of that many members by whose mean an average lacks `total` (float64).
+    """Return the residuals of `parts` members whose mean is `total` (float64).
 
     Rounded to `dtype` so that together they are off by half a unit in the last place of one.
     """

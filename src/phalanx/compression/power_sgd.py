@@ -1,4 +1,4 @@
-"""PowerSGD: of each gradient matrix its best approximation of a low rank, found as the steps go by.
+"""PowerSGD: each gradient matrix's best approximation of a low rank, found as the steps go by.
 
     M     [n, m]  a gradient, as a matrix: its first dimension, and all the others
     P, Q  [n, r], [m, r]   M is about P Q'
@@ -48,8 +48,8 @@ class PowerSGD(Compressor):
 
     Vectors, and matrices that would not become smaller, are sent as they are; so at full rank it is
     exact, if `dtype` is. All matrices of a bucket go in two all-reduces. Members compute P from the
-    same numbers: where their processors round alike the results are the same bits. Where each
-    needs a shard only, it multiplies those rows of the factors that its shard has something of.
+    same numbers: if their processors round alike the results are the same bits. If each needs a
+    shard only, it multiplies the rows of the factors that overlap its shard.
     """
 
     def __init__(self, rank: int, *, dtype: torch.dtype | None = None, seed: int = 0) -> None:
@@ -64,8 +64,8 @@ class PowerSGD(Compressor):
         return f"PowerSGD({self.rank}, dtype={self.dtype}, seed={self.seed})"
 
     def compress(self, tensor: Tensor) -> EncodedTensor:
-        """This tensor's own factors P and Q, from the first Q: one step of power iteration. A
-        tensor that would not become smaller is sent whole.
+        """Return this tensor's own factors P and Q, after one step of power iteration from the
+        first Q. A tensor that would not become smaller is sent whole.
         """
         check_floating(tensor, self)
         values = tensor.detach().to(wide(tensor.dtype), copy=True)
@@ -77,7 +77,6 @@ class PowerSGD(Compressor):
         return EncodedTensor((p, q), tensor.shape, tensor.dtype)
 
     def decompress(self, message: EncodedTensor) -> Tensor:
-        """The factors' product."""
         values, *q = (sent.to(wide(message.dtype)) for sent in message.sent)
         if q:
             values = values @ q[0].T
@@ -86,7 +85,7 @@ class PowerSGD(Compressor):
     def average_(
         self, bucket: GradientBucket, member: Member, feedback: ResidualStore = NO_RESIDUALS
     ) -> Rounds:
-        """Two rounds; one if there is no matrix to compress."""
+        """Average in two rounds; in one if there is no matrix to compress."""
         if len(bucket.flat) == 0:
             return
         found = yield from self._approximate(bucket, member, feedback)
@@ -96,7 +95,6 @@ class PowerSGD(Compressor):
     def average_shard_(
         self, bucket: GradientBucket, member: Member, feedback: ResidualStore = NO_RESIDUALS
     ) -> Rounds:
-        """The same rounds."""
         if bucket.size == 0:
             return
         found = yield from self._approximate(bucket.unpadded(), member, feedback)
@@ -108,7 +106,7 @@ class PowerSGD(Compressor):
     def _approximate(
         self, bucket: GradientBucket, member: Member, feedback: ResidualStore
     ) -> Generator[Request, Tensor, Approximation]:
-        """The rounds; an approximation of the mean."""
+        """Run the rounds; return an approximation of the mean."""
         wanted = feedback.add_residual(bucket, member)
         wanted = wanted.to(wide(wanted.dtype))
         low = {i.name: m.flatten(1) for i, m in bucket.cut(wanted) if self._pays(i.shape)}
@@ -139,34 +137,34 @@ class PowerSGD(Compressor):
     def _mean(
         self, tensors: Sequence[Tensor], member: Member
     ) -> Generator[Request, Tensor, tuple[list[Tensor], list[Tensor]]]:
-        """One round: this member's tensors as they are sent, and their means over all members."""
+        """Run one round: return this member's tensors as sent, and their means over all members."""
         sent = self._rounded(torch.cat([one.flatten() for one in tensors]), member.parts)
         mean = yield AllReduceMean(sent.clone())
         return _like(tensors, sent), _like(tensors, mean)
 
     def remembers(self) -> Mapping[str, NamedTensors]:
-        """The Q of each matrix."""
+        """Return the Q of each matrix."""
         return {"q.": self._q}
 
     def _rounded(self, values: Tensor, parts: int = 1) -> Tensor:
         return values if self.dtype is None else narrowed(values, self.dtype, parts)
 
     def _pays(self, shape: torch.Size) -> bool:
-        """Whether the factors of a tensor of this shape are smaller than that."""
+        """Return whether the factors of a tensor of this shape are smaller than the tensor."""
         if len(shape) < 2 or shape.numel() == 0:
             return False
         n, m = shape[0], shape.numel() // shape[0]
         return (n + m) * self.rank < n * m
 
     def _last_q(self, name: str, matrix: Tensor) -> Tensor:
-        """The last step's Q; a new one if that is zeros, whose product with anything is zeros."""
+        """Return the last step's Q; a new one if that is zeros, as its products would be zeros."""
         q = self._q.latest(name)
         if q is None or q.shape != (matrix.shape[1], self.rank) or not q.any():
             return self._first_q(name, matrix)
         return q.to(matrix)
 
     def _first_q(self, name: str, matrix: Tensor) -> Tensor:
-        # Drawn on the CPU: the same on every member, whatever its device.
+        # Drawn on the CPU: the same on every member, on any device.
         cpu = torch.device("cpu")
         drawn = generator("powersgd", self.seed, name, device=cpu)
         return torch.randn(matrix.shape[1], self.rank, generator=drawn).to(matrix)
@@ -175,8 +173,8 @@ class PowerSGD(Compressor):
 def _values(
     found: Approximation, bucket: GradientBucket, start: int, stop: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Elements start:stop of the bucket, gradient by gradient: where among them one begins, and
-    its values, flat. One at a time, so that what is multiplied stays in the caches.
+    """Yield elements start:stop of the bucket by gradient: the place of the first among them, and
+    the flat values. One at a time, so that the multiplied values stay in the caches.
     """
     for place, low, high in bucket.overlaps(start, stop):
         first, last = low - place.start, high - place.start
@@ -190,12 +188,12 @@ def _values(
 
 
 def _orthogonal(p: Tensor) -> Tensor:
-    """An orthonormal basis of what the columns span; NaN, if they are not finite."""
+    """Return an orthonormal basis of the columns' span; NaN, if they are not finite."""
     basis: Tensor = torch.linalg.qr(p).Q
     return basis
 
 
 def _like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
-    """Flat memory as tensors of those shapes, in their dtype."""
+    """Return flat memory as tensors of those shapes, in their dtype."""
     pieces = torch.split(flat.to(tensors[0].dtype), [one.numel() for one in tensors])
     return [piece.view_as(one) for piece, one in zip(pieces, tensors, strict=True)]

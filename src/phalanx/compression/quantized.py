@@ -5,10 +5,10 @@
     member 1   [ a1 | b1 ]               b = mean(b0, b1)             [ a | b ]
 
 Every slice is quantized once by each member, summed in float32 by its owner, and quantized once
-more: twice in all, whatever the number of members, where a ring would do so at every hop.
-Stochastic rounding makes it unbiased (Alistarh et al. 2017, "QSGD"). With error feedback, which
-keeps what is left out in both rounds, 1 bit is enough (Seide et al. 2014; Karimireddy et al. 2019;
-Tang et al. 2021, "1-bit Adam").
+more: twice in all for any number of members; a ring would do so at every hop. Stochastic rounding
+makes it unbiased (Alistarh et al. 2017, "QSGD"). With error feedback, which keeps the errors of
+both rounds, 1 bit is enough (Seide et al. 2014; Karimireddy et al. 2019; Tang et al. 2021, "1-bit
+Adam").
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from phalanx.compression.compressor import (
 class TwoRounds(Compressor):
     """Averages by an all-to-all of slices and an all-gather of their means, both encoded.
 
-    Slices are of one length; the last ones may reach beyond the bucket, where there are zeros.
-    What an encoding makes of these is cut off.
+    Slices are of one length; the last ones may reach beyond the bucket into zeros, whose encoding
+    is cut off.
     """
 
     def __init__(self) -> None:
@@ -52,27 +52,27 @@ class TwoRounds(Compressor):
 
     @abstractmethod
     def _encode(self, rows: Tensor, *call: object) -> Tensor:
-        """`[n, length]` values as they are sent, row by row; `call` tells random numbers apart."""
+        """Return `[n, length]` values as they are sent, row by row; `call` seeds random numbers."""
 
     @abstractmethod
     def _decode(self, rows: Tensor, length: int) -> Tensor:
-        """The values, `[n, length]`."""
+        """Return the values, `[n, length]`."""
 
     def compress(self, tensor: Tensor) -> EncodedTensor:
-        """The tensor's values, rounded, as one row: 1-D."""
+        """Return the tensor's values, rounded, as one row: 1-D."""
         check_floating(tensor, self)
         row = self._encode(tensor.detach().reshape(1, -1), self._calls.next())[0]
         return EncodedTensor((row,), tensor.shape, tensor.dtype)
 
     def decompress(self, message: EncodedTensor) -> Tensor:
-        """The rounded tensor, in its former dtype."""
+        """Return the rounded tensor, in its former dtype."""
         values = self._decode(message.sent[0][None], message.shape.numel())[0]
         return values.to(message.dtype, copy=True).view(message.shape)
 
     def average_(
         self, bucket: GradientBucket, member: Member, feedback: ResidualStore = NO_RESIDUALS
     ) -> Rounds:
-        """Two rounds: slices to their owners, means of slices to everybody."""
+        """Average in two rounds: slices to their owners, means of slices to everybody."""
         n = len(bucket.flat)
         if n == 0:
             return
@@ -93,7 +93,7 @@ class TwoRounds(Compressor):
     def average_shard_(
         self, bucket: GradientBucket, member: Member, feedback: ResidualStore = NO_RESIDUALS
     ) -> Rounds:
-        """One round: shards to their owners, who keep the mean as it is."""
+        """Average in one round: shards to their owners, which keep the mean unrounded."""
         if bucket.size == 0:
             return
         call = self._calls.next()
@@ -103,7 +103,7 @@ class TwoRounds(Compressor):
     def _mean_of_slice(
         self, bucket: GradientBucket, member: Member, feedback: ResidualStore, call: int
     ) -> Generator[Request, Tensor, Tensor]:
-        """The first round: the mean of this member's slice, `[length]`, float32 or wider."""
+        """Run the first round: return the mean of this member's slice, `[length]`, >= float32."""
         n, p = len(bucket.flat), member.parts
         length = -(-n // p)
         wanted = feedback.add_residual(bucket, member)
@@ -120,7 +120,7 @@ class TwoRounds(Compressor):
 
 
 def _padded(values: Tensor, length: int) -> Tensor:
-    """`[n]` as `[length]`, with zeros at the end; itself, if it is as long."""
+    """Return `[n]` as `[length]`, with zeros at the end; itself, if it is as long."""
     return pad(values, (0, length - len(values))) if len(values) < length else values
 
 
@@ -135,12 +135,11 @@ class Half(TwoRounds):
             65504 / (p + 1), which larger ones are sent as, so that the sum over p members is finite
 
     The sum is in that dtype, too, as the backend sums it. With error feedback, from which nothing
-    may be lost, it is in float32 instead, on the owner of a slice, which keeps what it rounds off
-    the mean: as many bytes, an all-to-all and an all-gather.
+    may be lost, it is in float32 instead, on the owner of a slice, which keeps the mean's rounding
+    errors: as many bytes, an all-to-all and an all-gather.
 
-    Where each member needs a shard only, its owner gets all members' values, and sums them in
-    float32: (p-1)/p of the bytes, nothing is rounded twice, and float16 takes values of up to
-    65504.
+    If each member needs a shard only, its owner gets all members' values, and sums them in float32:
+    (p-1)/p of the bytes, nothing is rounded twice, and float16 takes values of up to 65504.
     """
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -155,7 +154,7 @@ class Half(TwoRounds):
     def average_(
         self, bucket: GradientBucket, member: Member, feedback: ResidualStore = NO_RESIDUALS
     ) -> Rounds:
-        """One round, an all-reduce of 2 bytes a value; two with error feedback."""
+        """Average by one all-reduce of 2 bytes a value; in two rounds with error feedback."""
         if feedback is not NO_RESIDUALS or len(bucket.flat) == 0:
             yield from super().average_(bucket, member, feedback)
             return
@@ -184,14 +183,14 @@ class Quantized(TwoRounds):
                 may be shorter, and `bits` for each value
     stochastic  round up or down at random, so that the mean over many times is the value; at 1 bit
                 the scale is the block's largest value then. Else round to nearest; at 1 bit the
-                scale is the mean magnitude. None: stochastic, but under error feedback, which makes
+    scale is the mean magnitude. None: stochastic, but under error feedback, which makes
                 up for a bias and wants small errors, to nearest
     seed        of the random numbers, which differ for each call and member
 
-    An average sends (p-1)/p of the quantized gradients twice from each of p members; once, where
-    each needs a shard only: then the first round is all there is. A block with a value that is not
-    finite, or too large for float32, becomes NaN, whole. Raises ValueError for other numbers of
-    bits, and for stochastic rounding to 1 bit under error feedback: errors would grow unbounded.
+    An average sends (p-1)/p of the quantized gradients twice from each of p members; once, in the
+    first round alone, if each needs a shard only. A block with a value that is not finite, or too
+    large for float32, becomes NaN, whole. Raises ValueError for other numbers of bits, and for
+    stochastic rounding to 1 bit under error feedback: errors would grow unbounded.
     """
 
     def __init__(
@@ -218,7 +217,7 @@ class Quantized(TwoRounds):
         )
 
     def contraction(self) -> Compressor:
-        """The same with rounding to nearest, unless it was asked for another."""
+        """Return the same compressor, rounding to nearest unless it was told otherwise."""
         if self.bits == 1 and self.stochastic:
             raise ValueError(
                 "stochastic rounding to 1 bit leaves out more than there is, and error feedback "
@@ -228,11 +227,11 @@ class Quantized(TwoRounds):
         return Quantized(self.bits, block=self.block, stochastic=stochastic, seed=self.seed)
 
     def remembers(self) -> Mapping[str, CallCounter]:
-        """How often it has drawn random numbers."""
+        """Return the counter of its draws of random numbers."""
         return {"calls": self._calls}
 
     def _encode(self, rows: Tensor, *call: object) -> Tensor:
-        """`[n, length]` values as `[n, bytes]` uint8: 4 for each block, `bits` for each value."""
+        """Return `[n, length]` values as `[n, bytes]` uint8: 4 for a block, `bits` for a value."""
         rows, length = rows.to(wide(rows.dtype)), rows.shape[1]
         most = max(1, 2 ** (self.bits - 1) - 1)  # the largest code: 127, 7; 1 for a sign
         noise = None
@@ -268,7 +267,7 @@ class Quantized(TwoRounds):
         return torch.cat([scales.contiguous().view(torch.uint8), packed], dim=-1)
 
     def _decode(self, rows: Tensor, length: int) -> Tensor:
-        """`[n, bytes]` as `[n, length]` float32."""
+        """Return `[n, bytes]` as `[n, length]` float32."""
         split = 4 * -(-length // self.block)
         scales = rows[..., :split].flatten().clone().view(torch.float32)
         packed = rows[..., split:]
@@ -283,7 +282,7 @@ class Quantized(TwoRounds):
         return (blocks * scales.view(*blocks.shape[:-1], 1)).flatten(-2)[..., :length]
 
     def _blocks(self, rows: Tensor) -> Tensor:
-        """`[n, length]` as `[n, blocks, block]`, padded with zeros."""
+        """Return `[n, length]` as `[n, blocks, block]`, padded with zeros."""
         padded = pad(rows, (0, -rows.shape[-1] % self.block))
         return padded.view(*rows.shape[:-1], -1, self.block)
 
@@ -293,24 +292,24 @@ class Quantized(TwoRounds):
 
 
 def bits_of(numbers: Tensor, width: int) -> Tensor:
-    """`[..., n]` integers, 0 <= number < 2**width, as `[..., n * width]` bits, uint8."""
+    """Return integers, `[..., n]` below 2**width, as `[..., n * width]` bits, uint8."""
     places = torch.arange(width, dtype=numbers.dtype, device=numbers.device)
     return (numbers.unsqueeze(-1) >> places & 1).flatten(-2).to(torch.uint8)
 
 
 def numbers_of(bits: Tensor, width: int, count: int, dtype: torch.dtype = torch.int64) -> Tensor:
-    """`[..., count * width]` bits as `[..., count]` integers."""
+    """Return `[..., count * width]` bits as `[..., count]` integers."""
     places = torch.arange(width, dtype=dtype, device=bits.device)
     cut = bits.to(dtype).view(*bits.shape[:-1], count, width)
     return (cut << places).sum(-1, dtype=dtype)
 
 
 def pack_bits(bits: Tensor) -> Tensor:
-    """`[..., n]` of 0 and 1, uint8 or bool, as `[..., ceil(n / 8)]` uint8; the rest is zeros."""
+    """Return `[..., n]` of 0 and 1, uint8 or bool, as `[..., ceil(n / 8)]` uint8, zero-padded."""
     eights = pad(bits.to(torch.uint8), (0, -bits.shape[-1] % 8))
     return numbers_of(eights, 8, eights.shape[-1] // 8, torch.uint8)
 
 
 def unpack_bits(packed: Tensor, count: int) -> Tensor:
-    """The first `count` bits, as `[..., count]` uint8."""
+    """Return the first `count` bits, as `[..., count]` uint8."""
     return bits_of(packed, 8)[..., :count]

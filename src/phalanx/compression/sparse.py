@@ -23,7 +23,7 @@ class CompressedGradient:
 
     indices       [k], ascending, of the gradient read row by row; int32, or int64 from 2**31 on
     values        [k], in the gradient's dtype
-    original_len  how many values the gradient has
+    original_len  number of the gradient's values
     shape         of the gradient; by default `(original_len,)`
     """
 
@@ -34,12 +34,12 @@ class CompressedGradient:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the wire: of the values, and of the indices in their shortest code."""
+        """Number of bytes on the wire: values, and indices in their shortest code."""
         k = len(self.values)
         return self.values.nbytes + encoded_size(self.original_len, k)
 
     def pack(self) -> Tensor:
-        """The bytes on the wire, uint8. Their number follows from k, `original_len` and dtype.
+        """Return the bytes on the wire, uint8; their number depends on k, `original_len` and dtype.
 
         Raises ValueError unless indices are ascending, and as `dense` does.
         """
@@ -51,7 +51,7 @@ class CompressedGradient:
 
     @classmethod
     def unpack(cls, packed: Tensor, k: int, n: int, dtype: torch.dtype) -> CompressedGradient:
-        """What `pack` was given. Raises `SizeMismatchError` for bytes that are no such message."""
+        """Return the gradient that `pack` packed. Raise `SizeMismatchError` for other bytes."""
         split = k * dtype.itemsize
         expected = split + encoded_size(n, k)
         if len(packed) != expected:
@@ -66,9 +66,9 @@ class CompressedGradient:
         return cls(indices.to(index_dtype(n)), values, n)
 
     def dense(self) -> Tensor:
-        """The gradient with zeros for what is not there: new, of its shape.
+        """Return the gradient with zeros for missing values: new, of its shape.
 
-        Raises `IndexError` for an index that is not one of its, ValueError if one comes twice,
+        Raises `IndexError` for an index out of range, ValueError if one comes twice,
         `SizeMismatchError` for another number of indices than values, or another size of shape.
         """
         dense = self.values.new_zeros(self.original_len)
@@ -77,7 +77,7 @@ class CompressedGradient:
         return dense if self.shape is None else dense.view(self.shape)
 
     def check(self) -> bool:
-        """Whether the indices ascend. Raises unless they are those of values of this gradient."""
+        """Raise unless the indices are those of values here; return whether they ascend."""
         k, n = len(self.values), self.original_len
         if self.indices.shape != self.values.shape or self.values.dim() != 1:
             raise SizeMismatchError(
@@ -109,12 +109,12 @@ def _ascending(indices: Tensor) -> bool:
 
 
 def index_dtype(n: int) -> torch.dtype:
-    """The smallest dtype with which torch can index n values."""
+    """Return the smallest dtype with which torch can index n values."""
     return torch.int32 if n <= 1 << 31 else torch.int64
 
 
 # ------------------------------------------------------------------------------
-# Codes for k different indices below n, ascending: whichever takes the fewest bytes.
+# Codes for k different indices below n, ascending: the one of fewest bytes.
 #
 #     code          bits                       smallest when
 #     plain         k * ceil(log2 n)           few indices: one of 256 is one byte
@@ -128,7 +128,7 @@ def index_dtype(n: int) -> torch.dtype:
 
 
 class Code(NamedTuple):
-    """A code: how many bits it takes for (n, k); bits of k indices below n; and back."""
+    """A code: its bits for (n, k); an encoder of k indices below n; a decoder."""
 
     bits: Callable[[int, int], int]
     encode: Callable[[Tensor, int], Tensor]
@@ -136,17 +136,17 @@ class Code(NamedTuple):
 
 
 def _width(n: int) -> int:
-    """Bits of a number below n."""
+    """Return the number of bits of a number below n."""
     return max(n - 1, 0).bit_length()
 
 
 def _low(n: int, k: int) -> int:
-    """How many bits of an index are low ones."""
+    """Return the number of low bits of an index."""
     return max(n // max(k, 1), 1).bit_length() - 1
 
 
 def _row(n: int, k: int) -> int:
-    """Bits of the high parts."""
+    """Return the number of bits of the high parts."""
     return k + (max(n - 1, 0) >> _low(n, k))
 
 
@@ -168,7 +168,7 @@ def _two_parts_decode(bits: Tensor, n: int, k: int) -> Tensor:
 
 
 def _ones_at(places: Tensor, count: int) -> Tensor:
-    """A row of bits, those at `places` 1."""
+    """Return a row of bits that are 1 at `places`."""
     bits = torch.zeros(count, dtype=torch.uint8, device=places.device)
     bits[places] = 1
     return bits
@@ -196,10 +196,10 @@ CODES: Mapping[str, Code] = MappingProxyType(
 
 
 def code_for(n: int, k: int) -> Code:
-    """The shortest one; the first of those in the table."""
+    """Return the shortest code; of equal ones the first in the table."""
     return min(CODES.values(), key=lambda code: code.bits(n, k))
 
 
 def encoded_size(n: int, k: int) -> int:
-    """Bytes of k indices below n."""
+    """Return the number of bytes of k indices below n."""
     return -(-code_for(n, k).bits(n, k) // 8)

@@ -1,4 +1,4 @@
-"""Top-k: of each gradient the largest values, and nothing of the others.
+"""Top-k: the largest values of each gradient, and none of the others.
 
 With error feedback it converges like plain SGD (Stich et al. 2018, "Sparsified SGD with Memory";
 Lin et al. 2018, "Deep Gradient Compression").
@@ -46,9 +46,9 @@ class TopK(Compressor):
     and sums them member after member: each of p members sends (p-1) messages' bytes, so beyond a
     few dozen members a linear compressor sends less.
 
-    Where each member needs a shard only, the largest of each shard are sent to its owner, equally
-    many for all: (p-1)/p of one message's bytes, in one round of lengths that are known, and no
-    owner gets more than another. At worst no more is left out than by the largest of all shards.
+    If each member needs a shard only, the largest of each shard are sent to its owner, equally many
+    for all: (p-1)/p of one message's bytes, in one round of known lengths, and no owner gets more
+    than another. At worst no more is left out than by the largest of all shards.
     """
 
     def __init__(self, ratio: float) -> None:
@@ -58,7 +58,7 @@ class TopK(Compressor):
         return f"TopK({self.ratio})"
 
     def compress(self, tensor: Tensor) -> CompressedGradient:
-        """The largest values, in the tensor's dtype."""
+        """Return the largest values, in the tensor's dtype."""
         check_floating(tensor, self)
         flat = tensor.detach().reshape(-1)
         n = len(flat)
@@ -66,13 +66,13 @@ class TopK(Compressor):
         return CompressedGradient(indices.to(index_dtype(n)), flat[indices], n, tuple(tensor.shape))
 
     def decompress(self, message: CompressedGradient) -> Tensor:
-        """Zeros but for those values. Raises as `CompressedGradient.dense` does."""
+        """Return the values in a tensor of zeros. Raise as `CompressedGradient.dense` does."""
         return message.dense()
 
     def average_(
         self, bucket: GradientBucket, member: Member, feedback: ResidualStore = NO_RESIDUALS
     ) -> Rounds:
-        """One round. Summed in float32 or wider; what only one member sent counts as a p-th."""
+        """Average in one round, in float32 or wider; values of only one member count as a p-th."""
         if len(bucket.flat) > 0:
             (mine,) = self._compressed(bucket, member, feedback, shards=1)
             _average_into(bucket.flat, (yield AllGather(mine.pack())), mine)
@@ -80,7 +80,7 @@ class TopK(Compressor):
     def average_shard_(
         self, bucket: GradientBucket, member: Member, feedback: ResidualStore = NO_RESIDUALS
     ) -> Rounds:
-        """One round, an all-to-all of the largest values of each shard."""
+        """Average in one round, an all-to-all of the largest values of each shard."""
         if bucket.size > 0:
             mine = self._compressed(bucket, member, feedback, shards=member.parts)
             rows = yield AllToAll(torch.stack([message.pack() for message in mine]))
@@ -89,7 +89,7 @@ class TopK(Compressor):
     def _compressed(
         self, bucket: GradientBucket, member: Member, feedback: ResidualStore, *, shards: int
     ) -> list[CompressedGradient]:
-        """A message for each of so many shards of the bucket."""
+        """Return a message for each of the bucket's `parts` shards."""
         wanted = feedback.add_residual(bucket, member)
         values = narrowed(wanted, bucket.flat.dtype).view(shards, -1)
         sent = [self.compress(shard) for shard in values]
@@ -104,7 +104,7 @@ class TopK(Compressor):
 
 
 def compress_gradients(gradients: Iterable[Tensor], ratio: float) -> list[CompressedGradient]:
-    """Each gradient's `TopK(ratio)` message. TypeError for what is no list of tensors."""
+    """Return each gradient's `TopK(ratio)` message. TypeError unless given a list of tensors."""
     top_k = TopK(ratio)
     return [top_k.compress(each) for each in listed_tensors(gradients, "compress_gradients")]
 
@@ -112,10 +112,10 @@ def compress_gradients(gradients: Iterable[Tensor], ratio: float) -> list[Compre
 def decompress_gradients(
     compressed: Sequence[CompressedGradient], shapes: Sequence[Sequence[int]]
 ) -> list[Tensor]:
-    """Gradients of these shapes, with zeros where the messages have no value.
+    """Return gradients of these shapes, with zeros where the messages have no value.
 
     Raises `SizeMismatchError` unless there is a shape for each, of as many values as the gradient
-    had; `IndexError` for an index that is not one of its; TypeError for what is no message.
+    had; `IndexError` for an index out of range; TypeError for other objects than messages.
     """
     if len(compressed) != len(shapes):
         raise SizeMismatchError(
@@ -138,12 +138,12 @@ def decompress_gradients(
 
 
 def kept(n: int, ratio: float) -> int:
-    """How many of n values that ratio is: at least one, if there is one."""
+    """Return `ratio` of n values as a number: at least one, if there is one."""
     return min(n, max(1, ceil(n * ratio)))
 
 
 def checked_ratio(ratio: float) -> float:
-    """The ratio; ValueError unless it is one."""
+    """Return the ratio; ValueError unless it is one."""
     try:
         fits = 0 <= ratio <= 1
     except TypeError:  # text, or nothing
@@ -154,7 +154,7 @@ def checked_ratio(ratio: float) -> float:
 
 
 def _average_into(into: Tensor, rows: Tensor, like: CompressedGradient) -> None:
-    """The mean of packed messages, all of as many values as `like`, summed in float32 or wider."""
+    """Write the mean of packed messages, each of as many values as `like`, into `into`."""
     n, dtype = like.original_len, like.values.dtype
     total = into.to(wide(dtype)).zero_()  # itself, if it is wide enough
     for row in rows:
@@ -173,11 +173,11 @@ def _average_into(into: Tensor, rows: Tensor, like: CompressedGradient) -> None:
 # largest, unless they turn out to be fewer than k.
 
 SAMPLE = 1 << 14  # values
-PIECE = 1 << 18  # values that are compared together: intermediate results stay in the caches
+COMPARE_BLOCK = 1 << 18  # values compared at once: intermediate results stay in the caches
 
 
 def largest(values: Tensor, k: int) -> Tensor:
-    """The indices of the k values of largest magnitude of `[n]`, ascending, int64.
+    """Return the indices of the k values of largest magnitude of `[n]`, ascending, int64.
 
     Of equal magnitudes the one of lowest index comes first; NaN is larger than infinity.
     """
@@ -193,7 +193,7 @@ def largest(values: Tensor, k: int) -> Tensor:
 
 
 def _candidates(values: Tensor, k: int) -> Tensor | None:
-    """Some indices, ascending, the k largest values' among them. None: it may be any."""
+    """Return ascending indices that include those of the k largest values. None: it may be any."""
     n = len(values)
     stride = n // SAMPLE
     if stride < 2:
@@ -206,7 +206,7 @@ def _candidates(values: Tensor, k: int) -> Tensor | None:
     bound = _kth_largest(_keys(sample), some_more)
     if bound == 0:  # all reach it
         return None
-    size = PIECE if values.device.type == "cpu" else n
+    size = COMPARE_BLOCK if values.device.type == "cpu" else n
     found = [
         (_keys(piece) >= bound).nonzero().flatten() + number * size
         for number, piece in enumerate(torch.split(values, size))
@@ -216,7 +216,7 @@ def _candidates(values: Tensor, k: int) -> Tensor | None:
 
 
 def _keys(values: Tensor) -> Tensor:
-    """Integers in the order of magnitudes."""
+    """Return integers in the order of magnitudes."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.dtype.itemsize]
     keys = values.abs().view(bits)
     infinity = torch.tensor(torch.inf, dtype=values.dtype).view(bits)
@@ -242,9 +242,9 @@ class RandomK(Compressor):
     ratio   0 <= ratio <= 1; at least one value, if there is one
     seed    the same on every member
 
-    It sends what it has drawn as it is, not n/k times as much: with error feedback nothing is
-    missing in the end, without it gradients are too small. Averages are all-reduced; where each
-    member needs a shard only, places are drawn in each equally, and values reduce-scattered.
+    It sends the drawn values as they are, not multiplied by n/k: with error feedback nothing is
+    missing in the end, without it gradients are too small. Averages are all-reduced; if each member
+    needs a shard only, as many places are drawn in each, and values reduce-scattered.
     """
 
     def __init__(self, ratio: float, *, seed: int = 0) -> None:
@@ -256,14 +256,14 @@ class RandomK(Compressor):
         return f"RandomK({self.ratio}, seed={self.seed})"
 
     def compress(self, tensor: Tensor) -> EncodedTensor:
-        """The next draw's values; where they stand a receiver draws itself."""
+        """Return the next draw's values; a receiver draws their places itself."""
         check_floating(tensor, self)
         draw, flat = self._calls.next(), tensor.detach().reshape(-1)
         values = flat[self._places(flat, draw, 1)]
         return EncodedTensor((values,), tensor.shape, tensor.dtype, call=draw)
 
     def decompress(self, message: EncodedTensor) -> Tensor:
-        """Zeros but for those values."""
+        """Return the values in a tensor of zeros."""
         (values,) = message.sent
         dense = values.new_zeros(message.shape.numel())
         dense[self._places(dense, message.call, 1)] = values
@@ -272,7 +272,7 @@ class RandomK(Compressor):
     def average_(
         self, bucket: GradientBucket, member: Member, feedback: ResidualStore = NO_RESIDUALS
     ) -> Rounds:
-        """One round, an all-reduce of k values."""
+        """Average by one all-reduce of k values."""
         flat = bucket.flat
         if len(flat) == 0:
             return
@@ -284,7 +284,7 @@ class RandomK(Compressor):
     def average_shard_(
         self, bucket: GradientBucket, member: Member, feedback: ResidualStore = NO_RESIDUALS
     ) -> Rounds:
-        """One round, a reduce-scatter of equally many values of each shard."""
+        """Average by one reduce-scatter of equally many values of each shard."""
         if bucket.size == 0:
             return
         p, shard = member.parts, bucket.shards(member.parts)[member.number]
@@ -296,7 +296,7 @@ class RandomK(Compressor):
     def _drawn(
         self, bucket: GradientBucket, member: Member, feedback: ResidualStore, *, shards: int
     ) -> tuple[Tensor, Tensor]:
-        """The next draw's places, and a copy of this member's values there, as they are sent."""
+        """Return the next draw's places, and a copy of this member's values there, as sent."""
         flat = bucket.flat
         wanted = feedback.add_residual(bucket, member)
         places = self._places(flat, self._calls.next(), shards)
@@ -314,11 +314,11 @@ class RandomK(Compressor):
         return places, values.clone()
 
     def remembers(self) -> Mapping[str, CallCounter]:
-        """How often it has drawn."""
+        """Return the counter of its draws."""
         return {"draws": self._calls}
 
     def _places(self, flat: Tensor, draw: int, shards: int) -> Tensor:
-        """One from each run, int64, ascending; of equal shards equally many."""
+        """Return one place of each run, int64, ascending; equally many of equal shards."""
         n, device = len(flat), flat.device
         k = shards * kept(n // shards, self.ratio)
         edges = torch.arange(k + 1, device=device) * n // max(k, 1)

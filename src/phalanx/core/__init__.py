@@ -1,1 +1,1 @@
-"""The core: one group, one engine, and what a rank has under way in it."""
+"""The core: one group, one engine, and a rank's works under way."""

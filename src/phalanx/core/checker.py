@@ -1,6 +1,6 @@
-"""Checker: whether the members of a group do the same things in the same order.
+"""Checker: compares the members of a group: they have to do the same things in one order.
 
-Four things show that they do not, and each leads to the same question:
+Four signs show that they do not, and each leads to the same question:
 
     a message that fits no receive        its fingerprint is another operation's
     a message that was not expected       the collective is over here, or needs nothing from there
@@ -9,12 +9,12 @@ Four things show that they do not, and each leads to the same question:
     a long wait                           each may wait for the other
 
         rank 1 (all_reduce #41)                     rank 2 (broadcast #41)
-            | -- ASK #41, fingerprint, what it is -->  |  compares with its own #41
+            | -- ASK #41, fingerprint, its words --->  |  compares with its own #41
             | <-- FAILURE: both, in words ----------   |  breaks the group, tells everyone
 
-The rank that is asked knows both sides. It compares as soon as it can: with what it has done, does,
-or will do. So it need not be in the same operation, nor in a wait. If it does not answer, the rank
-that asked raises after a while all the same, and describes only its own side.
+The rank that is asked knows both sides. It compares as soon as it can: with its past, present or
+next operation. So it need not be in the same operation, nor in a wait. If it does not answer, the
+rank that asked raises after a while all the same, and describes only its own side.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from phalanx.errors import DesyncError
 from phalanx.wire.control import Ask, shortened
 
 KEPT = 64  # calls of a group that are remembered when they are over
-ANSWER_WITHIN = 0.4  # seconds for the other side of a desync to say what it was doing
+ANSWER_WITHIN = 0.4  # seconds for the other side of a desync to describe its operation
 
 
-# A rolling hash: all that a rank has been asked to do together with a group, as one word.
+# A rolling hash: all collectives that a rank has begun in a group, as one word.
 #
 #     rolling hash after #n  =  (rolling hash before it + fingerprint of #n + 1) * odd    (mod 2^64)
 #
@@ -49,23 +49,23 @@ ODD = 0x9E3779B97F4A7C15  # spreads numbers over a word (Knuth 1998, multiplicat
 
 
 class Desync(NamedTuple):
-    """The group will break: with the other side's words, or at `deadline` without them."""
+    """A group that will break: with the other side's words, or at `deadline` without them."""
 
     deadline: float
     failure: Failure
 
 
 class Checker:
-    """One rank's knowledge of what the members of one group are doing.
+    """One rank's knowledge of the operations of one group's members.
 
     now    the engine's clock
     tell   sends a member (a global rank) a question
     fail   breaks the group
-    strict  whether the call site is part of what a collective is
+    strict  whether the call site is part of a collective's fingerprint
 
-    issued       how many collectives the group was asked to do; `rolling_hash` is of all of them
-    calls        those of them that are not over, and the last that are, in their order
-    early_asks   what members have asked about a collective to come
+    issued       number of collectives that the group has begun; `rolling_hash` is of all of them
+    calls        those of them that are not over, and the last finished ones, in their order
+    early_asks   members' questions about a collective to come
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class Checker:
         self.calls: deque[Call] = deque()
         self.early_asks: dict[int, Ask] = {}
         self.desync: Desync | None = None
-        self.broken = False  # whether the group is, for whatever reason
-        self._marks: dict[str, int] = {}  # what was done since the last collective, how often
+        self.broken = False  # whether the group is, for any reason
+        self._marks: dict[str, int] = {}  # operations since the last collective, and their numbers
         self._members = members
         self._now = now
         self._tell = tell
@@ -99,7 +99,7 @@ class Checker:
         started: float,
         timeout: float,
     ) -> Call:
-        """The next collective of this group, now that it is known what it is."""
+        """Return the next collective of this group, once its operation is known."""
         if self._marks:
             done = ", ".join(
                 what if n == 1 else f"{n} times {what}" for what, n in self._marks.items()
@@ -119,11 +119,11 @@ class Checker:
         return call
 
     def mark(self, what: str) -> None:
-        """Make it a part of the next collective that this was done before it."""
+        """Include `operation` in the next collective's hash: it was done before that."""
         self._marks[what] = self._marks.get(what, 0) + 1
 
     def compare_early(self, call: Call) -> None:
-        """A collective begins: compare it with what others have asked about it before."""
+        """Compare a collective that begins with the questions that came about it before."""
         for peer, ask in list(self.early_asks.items()):
             if ask.sequence <= call.sequence:
                 del self.early_asks[peer]
@@ -131,7 +131,7 @@ class Checker:
                     self.asked(peer, ask)
 
     def attend(self, now: float) -> float:
-        """Break the group if the other side of a desync has said nothing; when to look again."""
+        """Break the group if the other side of a desync is silent; return when to look again."""
         desync = self.desync
         if desync is None:
             return math.inf
@@ -140,7 +140,7 @@ class Checker:
         return desync.deadline
 
     def ask(self, call: Call, peers: Iterable[int]) -> None:
-        """Ask those that a collective waits for (global ranks) whether they are in it, too."""
+        """Ask the (global) ranks that a collective waits for whether they are in it, too."""
         ask = Ask(call.sequence, call.fingerprint, shortened(call.describe()))
         for peer in peers:
             self._tell(peer, ask)
@@ -148,7 +148,7 @@ class Checker:
     def tell_neighbour(self, call: Call) -> None:
         """Tell the next member the rolling hash at a collective that another library does whole.
 
-        It compares when it comes to that collective, or has been in it. Nobody waits for an answer.
+        It compares in that collective, or afterwards. No rank waits for an answer.
         """
         members = self._members
         peer = members.ranks[(members.rank + 1) % members.size]
@@ -156,7 +156,7 @@ class Checker:
         self._tell(peer, Ask(call.sequence, call.fingerprint, what, 0, call.rolling_hash))
 
     def asked(self, peer: int, ask: Ask) -> None:
-        """A member (a global rank) asks whether this rank is, was, or will be in that, too."""
+        """Take a (global) rank's question whether this rank is, was, or will be in that, too."""
         members, mine = self._members, self._known(ask.sequence)
         if mine is None:
             if ask.sequence >= self.issued:
@@ -170,13 +170,13 @@ class Checker:
             self.has_diverged(mine, peer)
 
     def met_another(self, call: Call, peer: int) -> None:
-        """A message came from `peer` (a global rank) that another collective has sent."""
+        """Take a message from `peer` (a global rank) that another collective has sent."""
         name = self._members.name_of_global(peer)
         reason = f"{call.describe()} met another operation, or other arguments, from rank {name}"
         self._open(peer, call, reason)
 
     def has_diverged(self, call: Call, peer: int) -> None:
-        """`peer` (a global rank) is in this collective with another rolling hash."""
+        """Take `peer` (a global rank) as in this collective with another rolling hash."""
         if self.desync is not None:
             return
         name = self._members.name_of_global(peer)
@@ -189,7 +189,7 @@ class Checker:
         self._open(peer, call, reason, past)
 
     def got_unexpected_message(self, number: int, peer: int) -> None:
-        """A member sent something for a collective in which nothing was expected from it."""
+        """Take a member's message for a collective that expected nothing from it."""
         members, call = self._members, self._known(number)
         mine = call.describe() if call is not None else f"collective #{number}{members.suffix}"
         reason = (
@@ -211,7 +211,7 @@ class Checker:
     def _ask_about(
         self, peer: int, asks: Iterable[Ask], mine: str, reason: str, sequence: int
     ) -> None:
-        """Break the group soon: with the other side's words, if it says them in time."""
+        """Break the group soon: with the other side's words, if they come in time."""
         if self.desync is not None or self.broken:
             return
         failure = Failure(DesyncError, peer, self._members.here, reason, mine, sequence)
@@ -220,10 +220,10 @@ class Checker:
             self._tell(peer, ask)
 
     def description_of(self, sequence: int) -> str:
-        """What this rank did, does or will do as its collective of this number, if it knows."""
+        """Return this rank's collective of this number in words, if it is known."""
         known = self._known(sequence)
         return known.describe() if known is not None else ""
 
     def _known(self, sequence: int) -> Call | None:
-        """A collective of this rank, if it is not over, or one of the last."""
+        """Return a collective of this rank, if it is under way, or one of the last."""
         return next((each for each in reversed(self.calls) if each.sequence == sequence), None)

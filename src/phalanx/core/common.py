@@ -33,40 +33,37 @@ _NUMBERS = struct.Struct("<4q")
 
 
 class Own(Source):
-    """For a group of one rank: nobody else attaches it."""
+    """Memory of a group of one rank, which no other rank attaches."""
 
     def take(self, size: int) -> tuple[UntypedStorage, Place]:
-        """Ordinary memory."""
         return zeros(size), NOWHERE
 
     def attach(self, place: Place, size: int) -> UntypedStorage:
-        """Nobody does."""
         raise NotImplementedError
 
-    def close(self) -> None:
-        """There is nothing to do."""
+    def close(self) -> None: ...
 
 
 def zeros(size: int) -> UntypedStorage:
-    """Ordinary memory of so many bytes; large pieces take pages only when these are written."""
+    """Return ordinary memory of `nbytes` zeros; large pieces take pages only when written."""
     return torch.zeros(size, dtype=torch.uint8).untyped_storage()
 
 
 class AttachNotice(NamedTuple):
-    """What ranks tell each other: where the memory is; or which rank cannot have it, and why."""
+    """A rank's message: the memory's place; or the rank that cannot have it, and the reason."""
 
     blamed: int = NOBODY
     place: Place = NOWHERE
     problem: str = ""
 
     def encode(self) -> bytes:
-        """As bytes, of one length."""
+        """Return it as bytes, always of one length."""
         head = _NUMBERS.pack(self.blamed, *self.place)
         return (head + self.problem.encode(errors="replace")).ljust(SIZE, b"\0")[:SIZE]
 
     @classmethod
     def decode(cls, data: memoryview) -> AttachNotice:
-        """What a rank has sent."""
+        """Return the notice in a rank's message."""
         blamed, *place = _NUMBERS.unpack_from(data)
         text = bytes(data[_NUMBERS.size :]).rstrip(b"\0").decode(errors="replace")
         return cls(blamed, (place[0], place[1], place[2]), text)
@@ -89,11 +86,11 @@ class CommonMemory:
         self._notices = memoryview(bytearray(world_size * SIZE))  # a notice of each rank
 
     def buffers(self) -> tuple[memoryview, ...]:
-        """The memory of the rounds."""
+        """Return the memory of the rounds."""
         return (self._notices,)
 
     def steps(self) -> Iterator[Round]:
-        """The rounds. Between two of them this rank allocates or attaches the memory."""
+        """Yield the rounds. Between two of them this rank allocates or attaches the memory."""
         if self._rank != 0:
             yield self._receive_from(0)
             self._set_own(self._attach(self._notice(0)))
@@ -114,7 +111,7 @@ class CommonMemory:
             yield self._send_to(*self._others)
 
     def tensor(self, work: Work[None], count: int, dtype: torch.dtype) -> Tensor:
-        """The memory, once `work` is done. Raises the same error on every rank if one has none."""
+        """Return the memory, once `work` is done. Raise one error on all ranks if any has none."""
         verdict, rank = self.verdict, self._rank
         if verdict.blamed != NOBODY:
             raise BackendUnavailableError(
@@ -126,18 +123,18 @@ class CommonMemory:
                 sequence=work.sequence,
             )
         assert self.storage is not None
-        # Not a view of one tensor: where ranks are threads, each counts its own changes of it.
+        # Not a view of one tensor: if ranks are threads, each counts its own changes of it.
         return torch.empty(0, dtype=dtype).set_(self.storage, 0, (count,), (1,))
 
     def close(self) -> None:
-        """It has ended, well or not: an error's traceback shall not keep the memory alive."""
+        """Drop the memory at the end: the traceback of an error shall not keep it alive."""
         self._source.close()
         self.storage = None
 
     def _allocate(self) -> AttachNotice:
         try:
             self.storage, place = self._source.take(self._size)
-        except Exception as error:  # of whatever kind: the other ranks wait for the notice
+        except Exception as error:  # of any kind: the other ranks wait for the notice
             return AttachNotice(self._rank, problem=_text_of(error))
         return AttachNotice(place=place)
 

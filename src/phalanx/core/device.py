@@ -2,9 +2,9 @@
 
     HostCopies         copies between one device and page-locked memory: an interface
     AcceleratorCopies  the same by `torch.accelerator`
-    Copied             a step: copies that were queued are done
+    Copied             a step: the end of queued copies
 
-Copies run on a stream of their own, one after the other, beside what the caller computes:
+Copies run on a stream of their own, one after the other, beside the caller's computation:
 
     caller's stream  --kernels--*--kernels------------------------------*--kernels-->
                                 |                                       ^
@@ -29,8 +29,8 @@ from phalanx.core.call import Call
 from phalanx.core.steps import Step
 from phalanx.wire.memory import copy_bits
 
-# A staging buffer is copied at 10 to 50 GB/s, so in 0.1 to 0.4 ms: long beside what it costs to
-# queue a copy (10 us), short beside a collective of several.
+# A staging buffer is copied at 10 to 50 GB/s, so in 0.1 to 0.4 ms: long beside the cost of queueing
+# a copy (10 us), short beside a collective of several.
 STAGING_BYTES = 4 << 20
 BUFFERS_KEPT = 4  # of each device, between collectives; one that is under way has two
 
@@ -41,12 +41,12 @@ class Event(Protocol):
     """A place in a stream's order."""
 
     def query(self) -> bool:
-        """Whether the device has come to it."""
+        """Return whether the device has reached it."""
         ...
 
 
 class CallerStream(NamedTuple):
-    """The stream that was current when something was asked for, and what it had to do then."""
+    """The stream that was current at a call, and its queue at that time."""
 
     stream: object
     event: Event
@@ -60,8 +60,8 @@ class HostCopies(ABC):
     """Copies between one device and page-locked memory of this host, on a stream of their own.
 
     Copies are done in the order in which they are queued; none blocks this thread. Staging buffers
-    are given to one collective after the other: what is queued for a later one comes behind what
-    was queued for an earlier one.
+    are given to one collective after the other: copies of a later one are queued behind those of an
+    earlier one.
 
     staging_bytes   of a staging buffer; the same on every rank
     """
@@ -73,44 +73,44 @@ class HostCopies(ABC):
 
     @abstractmethod
     def page_locked(self, nbytes: int) -> Tensor:
-        """New page-locked memory, as bytes."""
+        """Return new page-locked memory, as bytes."""
 
     @abstractmethod
     def caller(self) -> CallerStream:
-        """This thread's current stream, and what it has been given so far."""
+        """Return this thread's current stream, and its queue so far."""
 
     @abstractmethod
     def queue(self, copies: Copies, after: Event | None = None) -> Event:
-        """Queue copies, behind `after`; the event at their end."""
+        """Queue copies, behind `after`; return the event at their end."""
 
     @abstractmethod
     def order(self, event: Event, stream: object | None = None) -> None:
-        """What a stream (by default this thread's current one) is given next waits for an event."""
+        """Let the next work of a stream (by default this thread's current one) await an event."""
 
     def room_for(self, tensor: Tensor) -> Tensor:
-        """Page-locked memory for all of a tensor, of its shape and dtype, uninitialized."""
+        """Return page-locked memory for all of a tensor, of its shape and dtype, uninitialized."""
         return self.page_locked(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """A whole tensor in page-locked memory. Blocks until this thread's stream has come here."""
+        """Return a whole tensor in page-locked memory. Block until this thread's stream is here."""
         host = self.room_for(tensor)
         copy_bits(host, tensor)
         return host
 
     def borrow(self, nbytes: int) -> Tensor:
-        """A staging buffer that nobody else uses."""
+        """Return a staging buffer that nobody else uses."""
         if nbytes == self.staging_bytes and self._buffers:
             return self._buffers.pop()
         return self.page_locked(nbytes)
 
     def give_back(self, buffer: Tensor) -> None:
-        """Keep it for the next collective, unless there are enough."""
+        """Keep a staging buffer for the next collective, unless there are enough."""
         if buffer.nbytes == self.staging_bytes and len(self._buffers) < BUFFERS_KEPT:
             self._buffers.append(buffer)
 
 
 class Copied(Step):
-    """A step: copies are done. It waits for this rank's device, and for no other rank."""
+    """A step that ends when copies are done. It waits for this rank's device, and no other rank."""
 
     __slots__ = ("_event",)
 
@@ -121,7 +121,7 @@ class Copied(Step):
 
     @override
     def begin(self, call: Call) -> None:
-        """Nothing: they were queued before."""
+        """Do nothing: the copies were queued before."""
 
     @override
     def ready(self, *, spin: float = 0.0) -> bool:
@@ -133,7 +133,7 @@ class Copied(Step):
 
 
 class AcceleratorCopies(HostCopies):
-    """By `torch.accelerator`: CUDA, ROCm, XPU, and devices that others add to torch."""
+    """Copies by `torch.accelerator`: CUDA, ROCm, XPU, and devices that others add to torch."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class AcceleratorCopies(HostCopies):
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """The stream of copies is this thread's current one, and its device, too."""
+        """Make the copies' stream this thread's current one, and its device, too."""
         index = torch.accelerator.current_device_index()
         before = torch.accelerator.current_stream(self._device)
         torch.accelerator.set_stream(self._stream)
@@ -177,7 +177,7 @@ class AcceleratorCopies(HostCopies):
 
 
 def device_kinds() -> frozenset[str]:
-    """The kinds of device whose tensors can come by way of this host's memory, the CPU included."""
+    """Return the kinds of device with copies to and from this host's memory, and the CPU."""
     accelerator = torch.accelerator.current_accelerator()
     kinds = {"cpu"} | ({accelerator.type} if accelerator is not None else set())
     return frozenset(kinds - _WITHOUT_STREAMS)

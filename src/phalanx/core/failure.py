@@ -1,4 +1,4 @@
-"""Why a group is broken, in a form that can be sent to its members."""
+"""The reason why a group is broken, in a form that can be sent to its members."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from phalanx.wire.control import FailureNotice, shortened
 
 
 class Failure(NamedTuple):
-    """The first thing that went wrong in a group. Ranks are those of the whole job."""
+    """The first failure in a group. Ranks are those of the whole job."""
 
     error: type[errors.DistributedError]
     culprit: int
     reporter: int
     reason: str
-    signature: str = ""  # what the reporter was doing
+    signature: str = ""  # operation of the reporter
     sequence: int = -1
-    met: str = ""  # what the culprit was doing instead
+    met: str = ""  # operation of the culprit instead
 
     def notice(self) -> FailureNotice:
-        """As it goes to the other members."""
+        """Return it as sent to the other members."""
         return FailureNotice(
             self.error.__name__,
             self.culprit,
@@ -37,7 +37,7 @@ class Failure(NamedTuple):
 
     @classmethod
     def from_notice(cls, notice: FailureNotice) -> Failure:
-        """As it came from another member."""
+        """Return the failure in another member's notice."""
         kind = getattr(errors, notice.error, errors.DistributedError)
         if not (isinstance(kind, type) and issubclass(kind, errors.DistributedError)):
             kind = errors.DistributedError
@@ -57,7 +57,7 @@ class Failure(NamedTuple):
 
 
 def closed_error(call: Call, group: Members) -> MisuseError:
-    """The error of a call on a backend that is closed."""
+    """Return the error of a call on a backend that is closed."""
     return MisuseError(
         f"rank {group.rank}: {call.describe()} on a backend that is closed",
         rank=group.rank,
@@ -67,7 +67,7 @@ def closed_error(call: Call, group: Members) -> MisuseError:
 
 
 def forked_error(rank: int, process: int) -> MisuseError:
-    """The error of every call, in a child that was forked, on what its parent has made."""
+    """Return the error of every call, in a forked child, on its parent's backends."""
     return MisuseError(
         f"rank {rank}: this process ({os.getpid()}) was forked from rank {rank} (process "
         f"{process}), and cannot use what that has made: make a backend anew here, or start it by "
@@ -86,10 +86,10 @@ def error_for(
     diverged: int | None = None,
     later: bool = False,
 ) -> DistributedError:
-    """The error of a call that fails with its group.
+    """Return the error of a call that fails with its group.
 
-    description_of   what this rank did as its collective of some number, if that is known
-    diverged         the rank that this one has seen to diverge from it, as a global rank
+    description_of   describes this rank's collective of some number, if it is known
+    diverged         the global rank that has been seen to diverge from this one
     later            whether the group had failed before
     """
     broken = "the group is broken: " if later else ""
@@ -119,7 +119,7 @@ def _disagreement(
     description_of: Callable[[int], str],
     diverged: int | None,
 ) -> tuple[int, str, str]:
-    """For a `DesyncError` on this rank: the other rank, what this one did, and the sentence."""
+    """Return, for a `DesyncError` here, the other rank, this rank's operation, and the sentence."""
     here = group.here
     if failure.culprit == here:
         other, theirs = failure.reporter, failure.signature

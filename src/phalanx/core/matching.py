@@ -26,15 +26,15 @@ from phalanx.errors import DistributedError, SizeMismatchError
 from phalanx.wire.frame import MAX_PAYLOAD, Channel
 
 UNEXPECTED_LIMIT = 256 << 20  # bytes that the unexpected messages of each peer may take
-# What they take beside their content, measured: a message, memory for content, and a channel's
+# Their memory beside their content, measured: a message, memory for content, and a channel's
 # queue. An empty message takes the first, and the third if it is alone on its channel.
 MESSAGE, CHUNK, CHANNEL = 440, 448, 960
 BLOCKS_KEPT = 16  # unused blocks, 8 MiB
-MAX_DISCARDED = 64 << 10  # bytes that are read at a time of what is dropped
+MAX_DISCARDED = 64 << 10  # bytes of a dropped message that are read at a time
 
 
 def is_full(kept: int) -> bool:
-    """Whether a rank that keeps so many bytes of a peer may not take the next frame."""
+    """Return whether a rank that keeps `kept` bytes of a peer may not take the next frame."""
     return kept > UNEXPECTED_LIMIT - MAX_PAYLOAD
 
 
@@ -72,7 +72,7 @@ class Matching:
         self.unexpected = Unexpected(self.unexpected_bytes)
 
     def post(self, channel: Channel, posted: PostedReceive) -> None:
-        """A receive is posted. Raises if the message that it matches does not fit it."""
+        """Post a receive. Raise if the message that it matches does not fit it."""
         if not posted.order:
             posted.order = next(self._order)
         if posted.from_any:
@@ -109,12 +109,12 @@ class Matching:
             self._meets_misfit(incoming, posted)
 
     def _meets_misfit(self, incoming: IncomingMessage, posted: PostedReceive) -> None:
-        """The next message has another size: an error once it is whole, as it may be cancelled."""
+        """Let a message of another size be an error once it is whole, as it may be cancelled."""
         incoming.misfit = posted
         self.in_progress[posted] = incoming
 
     def _first_sender(self, channel: Channel) -> int:
-        """The sender of the first unexpected message on a channel, or ANY."""
+        """Return the sender of the first unexpected message on a channel, or ANY."""
         heads = [
             (kept[0].order, peer) for (c, peer), kept in self.unexpected.items() if c == channel
         ]
@@ -148,7 +148,7 @@ class Matching:
     def arriving(
         self, channel: Channel, peer: int, total: int, fingerprint: int
     ) -> IncomingMessage:
-        """A message begins to arrive; returns where its bytes go."""
+        """Take a message that begins to arrive; return the place of its bytes."""
         incoming = IncomingMessage(self, channel, peer, total, fingerprint)
         posted = self._next_receive(channel, peer)
         if posted is not None:
@@ -171,7 +171,7 @@ class Matching:
         return incoming
 
     def deliver(self, channel: Channel, peer: int, message: memoryview, fingerprint: int) -> None:
-        """A whole message is here, in memory that is only valid during this call."""
+        """Take a whole message, in memory that is only valid during this call."""
         incoming = self.arriving(channel, peer, len(message), fingerprint)
         posted = incoming.posted
         if not len(message):
@@ -187,7 +187,7 @@ class Matching:
         incoming.arrived()
 
     def has_room(self, incoming: IncomingMessage | None, peer: int, count: int) -> bool:
-        """Whether `count` more bytes can be taken, of this message or (None) of a new one."""
+        """Return whether `count` more bytes fit, of this message or (None) of a new one."""
         if incoming is not None and not incoming.kept:
             return True
         if incoming is None:
@@ -195,7 +195,7 @@ class Matching:
         return self.unexpected_bytes[peer] + count <= UNEXPECTED_LIMIT
 
     def is_wanted(self, channel: Channel, peer: int) -> bool:
-        """Whether a receive waits for a message on this channel, or it would be dropped."""
+        """Return whether a receive waits for a message on this channel; others are dropped."""
         return (
             (channel, peer) in self._posted
             or (channel, ANY) in self._posted
@@ -203,26 +203,26 @@ class Matching:
         )
 
     def unexpected_from(self, channel: Channel) -> int | None:
-        """A peer that has sent an unexpected message on this channel, if there is one."""
+        """Return a peer that has sent an unexpected message on this channel, if there is one."""
         if not self.unexpected:
             return None
         return next((peer for known, peer in self.unexpected if known == channel), None)
 
     def borrow_block(self) -> memoryview:
-        """A block to collect bytes in before they are combined."""
+        """Return a block to collect bytes in before they are combined."""
         return self._blocks.pop() if self._blocks else memoryview(bytearray(BLOCK))
 
     def borrow_chunk(self, left: int) -> memoryview:
-        """Memory for an unexpected message, of which `left` bytes are to come."""
+        """Return memory for an unexpected message, of which `left` bytes are to come."""
         return self.borrow_block() if left >= BLOCK else memoryview(bytearray(left))
 
     def return_block(self, block: memoryview) -> None:
-        """The block, or chunk, is free. It is kept: allocating memory costs more than filling."""
+        """Take a block, or chunk, back. Keep it: allocating memory costs more than filling."""
         if len(block) == BLOCK and len(self._blocks) < BLOCKS_KEPT:
             self._blocks.append(block)
 
     def withdraw(self, posted: PostedReceive) -> None:
-        """A receive was given up. The rest of its message, if any, does not touch its memory."""
+        """Give up a receive. The rest of its message, if any, does not touch its memory."""
         work = posted.work
         channel = work.channel
         incoming = self.in_progress.pop(posted, None)
@@ -236,7 +236,7 @@ class Matching:
             self._rematch_waiting(channel, posted.peer)
 
     def _rematch_waiting(self, channel: Channel, peer: int) -> None:
-        """A message was put back: match other threads' receives with it, in their order."""
+        """Match a message that was put back with other threads' receives, in their order."""
         waiting = [
             p for key in ((channel, peer), (channel, ANY)) for p in self._posted.get(key, ())
         ]
@@ -245,7 +245,7 @@ class Matching:
             self._rematch(channel, posted)
 
     def _rematch(self, channel: Channel, posted: PostedReceive) -> None:
-        """A receive lost its message: match it again. If the next does not fit, it fails alone."""
+        """Match a receive again that lost its message. If the next does not fit, it fails alone."""
         work = posted.work
         try:
             self.post(channel, posted)
@@ -253,7 +253,7 @@ class Matching:
             work.group.work_failed(work, error)
 
     def cancelled(self, incoming: IncomingMessage) -> None:
-        """The sender gave up in the middle of this message: its receive waits for the next one."""
+        """Drop a message that the sender gave up in the middle: its receive waits for the next."""
         key = (incoming.channel, incoming.peer)
         posted = incoming.posted or incoming.misfit
         if posted is not None:
@@ -267,11 +267,11 @@ class Matching:
             self._rematch(incoming.channel, posted)
 
     def is_over(self, group: int) -> bool:
-        """Whether a group is broken or closed."""
+        """Return whether a group is broken or closed."""
         return group in self._over
 
     def forget_group(self, group: int) -> None:
-        """A group is broken or closed: drop what was kept for it, and what is still to come."""
+        """Drop a broken or closed group's messages, those still to come, too."""
         self._over.add(group)
         for key in [key for key in self.unexpected if key[0].group == group]:
             for incoming in self.unexpected[key]:
@@ -295,15 +295,15 @@ def _size_mismatch(incoming: IncomingMessage, posted: PostedReceive) -> SizeMism
 
 
 # ------------------------------------------------------------------------------
-# A message that is arriving: where its bytes go.
+# A message that is arriving: the places of its bytes.
 
-# Bytes that are read before they are combined: each read is a system call, and what was read has
+# Bytes that are read before they are combined: each read is a system call, and the bytes read have
 # to be in the second-level cache still.
 BLOCK = 512 << 10
 
 
 class IncomingMessage:
-    """A message that is arriving, and where its bytes go.
+    """A message that is arriving, and the place of its bytes.
 
     matched, not combined    straight into the receiver's memory
     matched, combined        into a block; when that is full, it is reduced into the memory
@@ -348,13 +348,13 @@ class IncomingMessage:
         self.order = 0  # among the messages that are kept
         self._chunks: list[memoryview] = []
         self._chunk_left = 0  # free bytes at the end of the last chunk
-        self._block: memoryview | None = None  # where bytes wait to be combined,
+        self._block: memoryview | None = None  # bytes that wait to be combined,
         self._staged = 0  # and how many do
 
     # As a sink of the frame decoder -------------------------------------------------------
 
     def space(self) -> memoryview:
-        """Room for the bytes that come next."""
+        """Return room for the next bytes."""
         posted = self.posted
         left = self.total - self.filled
         if self.kept or self.returned:
@@ -371,7 +371,7 @@ class IncomingMessage:
         return posted.view[self.filled :]
 
     def advance(self, count: int) -> None:
-        """`count` more bytes are in `space()`."""
+        """Count `count` more bytes in `space()`."""
         self.filled += count
         posted = self.posted
         if self.kept or self.returned:
@@ -387,7 +387,7 @@ class IncomingMessage:
             self.arrived()
 
     def take(self, piece: memoryview) -> None:
-        """More bytes are here, in memory that is only valid during this call."""
+        """Take more bytes, from memory that is only valid during this call."""
         posted = self.posted
         if posted is not None and posted.combine and not self._staged:
             self.filled += len(piece)
@@ -404,7 +404,7 @@ class IncomingMessage:
     # For the matching ----------------------------------------------------------------------
 
     def keep(self, kept: bool = True) -> None:
-        """It is unexpected, or no more: what it takes counts, or not."""
+        """Count its memory as that of an unexpected message, or no more."""
         taken = MESSAGE
         if self._chunks:
             taken += CHUNK * len(self._chunks) + sum(map(len, self._chunks))
@@ -412,24 +412,24 @@ class IncomingMessage:
         self.kept = kept
 
     def keep_whole(self, message: memoryview) -> None:
-        """Copy an unexpected message that is here whole."""
+        """Copy an unexpected message that has arrived whole."""
         self._add_chunk(memoryview(bytearray(message)))
         self.filled = self.total
 
     def hand_over(self, posted: PostedReceive) -> None:
-        """A receive was posted for a message that is here, or partly here, already."""
+        """Give the bytes that are here already to a receive that was posted late."""
         self.posted = posted
         self.keep(False)
         if self.returned and self.filled < self.total:
             return
         if posted.combine and self._chunk_left:
-            # Half an element cannot be combined: what is in the last chunk waits for its rest.
+            # Half an element cannot be combined: the last chunk waits for its rest.
             self._block = self._chunks.pop()
             self._staged = len(self._block) - self._chunk_left
         self._empty_chunks(posted)
 
     def arrived(self) -> None:
-        """The last byte is here."""
+        """Complete the message: the last byte is here."""
         posted = self.posted
         if posted is not None:
             self.matching.in_progress.pop(posted, None)
@@ -444,7 +444,7 @@ class IncomingMessage:
             misfit.work.group.work_failed(misfit.work, _size_mismatch(self, misfit))
 
     def forget(self) -> None:
-        """The receive was given up: what is still to come of the message is dropped."""
+        """Drop the rest of the message: its receive was given up."""
         self.posted = self.misfit = None
         self.returned = False
         self.keep(False)
@@ -452,9 +452,9 @@ class IncomingMessage:
         self._return_block()
 
     def take_back(self) -> None:
-        """The receive was given up, but the message is not lost: keep it for the next one."""
+        """Keep the message for the next receive: its own was given up."""
         posted, self.posted, self.misfit = self.posted, None, None
-        if posted is None:  # it did not fit, and what comes is dropped
+        if posted is None:  # it did not fit, and its rest is dropped
             return
         assert not posted.combine
         if not self.returned:
@@ -464,7 +464,7 @@ class IncomingMessage:
         self.keep()
 
     def _empty_chunks(self, posted: PostedReceive) -> None:
-        """Move what is in the chunks to the receive's memory."""
+        """Move the chunks' bytes to the receive's memory."""
         start = 0
         for chunk in self._chunks:
             part = chunk[: self.filled - self._staged - start]
@@ -494,7 +494,7 @@ class IncomingMessage:
 
 
 def combine_into(posted: PostedReceive, start: int, block: memoryview) -> None:
-    """Reduce bytes that came into the receiver's memory, from byte `start` of its buffer on."""
+    """Reduce bytes that came into the receiver's memory, from its buffer's byte `start` on."""
     work = posted.work
     if len(block) and not work.over:
         assert work.combine is not None

@@ -1,6 +1,6 @@
-"""What a thread waits for, and a round of messages that is posted.
+"""Waits of threads, and posted rounds of messages.
 
-Wait                         what a thread blocks on: a work, or any of several
+Wait                         the object of a thread's wait: a work, or any of several
 PostedRound                  a round of a work that is under way
 PostedReceive, PostedSend    its parts
 """
@@ -25,7 +25,7 @@ Combine: TypeAlias = "Callable[[int, int, memoryview], None]"
 
 
 class Wait(ABC):
-    """What a thread blocks on. Ranks are named in the numbers of `group`.
+    """The object of a thread's wait. Ranks are numbered as in `group`.
 
     name, sequence   for errors; the sequence is -1 if it has none
     deadline         on the engine's clock
@@ -45,11 +45,11 @@ class Wait(ABC):
 
     @abstractmethod
     def attend(self) -> float:
-        """Do what is due, such as asking other ranks; seconds until the next time. Lock held."""
+        """Do due actions, such as asking other ranks; return the seconds to the next. Lock held."""
 
     @abstractmethod
     def expire(self, error: DistributedError) -> None:
-        """The deadline has passed."""
+        """End the wait: its deadline has passed."""
 
     @abstractmethod
     def fail(self, error: Exception) -> None:
@@ -57,18 +57,18 @@ class Wait(ABC):
 
     @abstractmethod
     def waits_for(self) -> list[int]:
-        """The global ranks from or to which bytes are still to move."""
+        """Return the global ranks from or to which bytes are still to move."""
 
     @abstractmethod
     def parts(self) -> Iterable[Work[Any]]:
-        """The works that it waits for."""
+        """Return the works that it waits for."""
 
     @abstractmethod
     def describe(self) -> str:
-        """What it is, for messages."""
+        """Describe the wait for messages to users."""
 
     def waits_for_members(self) -> list[int]:
-        """`waits_for` as ranks of the group, if they are members."""
+        """Return `waits_for` as ranks of the group, if they are members."""
         local = self.group.to_local
         return [local[rank] for rank in self.waits_for() if rank in local]
 
@@ -76,7 +76,7 @@ class Wait(ABC):
 class PostedMessage(ABC):
     """A send or a receive of a round that is under way.
 
-    work    whose it is
+    work    its owner
     peer    a global rank
     view    its memory, until it is complete
     """
@@ -90,9 +90,9 @@ class PostedMessage(ABC):
     done: bool
 
     def complete(self) -> None:
-        """The message is where it belongs; or has left, so that its memory may be used again.
+        """Complete the message: it is in place; or has left, and its memory may be used again.
 
-        With the last part of a round its work can go on.
+        The last message of a round lets the work go on.
         """
         if self.done:
             return
@@ -148,7 +148,7 @@ class PostedSend(PostedMessage):
 class PostedRound:
     """A round under way: complete when all its sends and receives are.
 
-    left     how many are not
+    left     number of those that are not
     posted   whether all have begun: until then it is not complete
     """
 
@@ -165,26 +165,26 @@ class PostedRound:
         self._heard = False  # whether a byte has arrived, if it is traced
 
     def trace(self) -> None:
-        """It is posted while works are traced: count the bytes that it moves."""
+        """Count the bytes that the round moves; called when it is posted while works are traced."""
         work = self.work
         self._posted_at = self.poster.now()
         work.sent += sum(len(send.view) for send in self.sends)
         work.received += sum(receive.stop - receive.start for receive in self.receives)
 
     def first_heard(self) -> None:
-        """A message of this round begins to arrive (called while works are traced)."""
+        """Note the first arrival of a message of this round (called while works are traced)."""
         if not self._heard:
             self._heard = True
             self.work.waited += self.poster.now() - self._posted_at
 
     def needs(self, rank: int) -> bool:
-        """Whether it cannot complete, now that this rank has left."""
+        """Return whether it cannot complete, now that this rank has left."""
         nobody = ANY if not self.work.group.others() else rank
         parts: list[PostedMessage] = [*self.receives, *self.sends]
         return any(part.peer in (rank, nobody) for part in parts if not part.done)
 
     def waits_for(self) -> list[int]:
-        """The ranks that it waits for, as global ranks."""
+        """Return the ranks that it waits for, as global ranks."""
         group = self.work.group
         parts: list[PostedMessage] = [*self.receives, *self.sends]
         peers: dict[int, None] = {}  # in order: receives come first
@@ -198,5 +198,5 @@ class PostedRound:
         return list(peers)
 
     def cancel(self) -> None:
-        """Give it up: from now on it neither reads nor writes the caller's memory."""
+        """Give it up: no longer read or write the caller's memory."""
         self.poster.withdraw(self)

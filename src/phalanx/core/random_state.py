@@ -24,7 +24,7 @@ class RandomState(NamedTuple):
 
 
 def current() -> RandomState:
-    """The states as they are now."""
+    """Return the generators' current states."""
     numpy = sys.modules.get("numpy")
     return RandomState(
         torch.get_rng_state(),
@@ -43,7 +43,7 @@ def restore(state: RandomState) -> None:
 
 
 def seeded(seed: int, rank: int) -> RandomState:
-    """Fresh states for a rank, without touching the global ones. Any whole number is a seed."""
+    """Return fresh states for a rank, without touching the global ones. Any int is a seed."""
     digest = hashlib.sha256(f"rank {rank} of a run with seed {seed}".encode()).digest()
     seed = int.from_bytes(digest[:8], "little") >> 1
     numpy = sys.modules.get("numpy")
@@ -63,7 +63,7 @@ class RandomStates:
         self._owner: int | None = None
 
     def give_to(self, rank: int) -> None:
-        """`rank` runs next."""
+        """Let rank `rank` run next."""
         if rank == self._owner:
             return
         if self._owner is not None:
@@ -72,5 +72,5 @@ class RandomStates:
         self._owner = rank
 
     def close(self) -> None:
-        """Bring back the states from before."""
+        """Restore the states from before."""
         restore(self._outside)

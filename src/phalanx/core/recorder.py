@@ -27,7 +27,7 @@ SHOWN = 8  # operations in an error's note
 class History:
     """The last calls of one rank, of all its groups, in the order in which they ended.
 
-    failures   how often a call has ended with an error, by the error's class
+    failures   number of calls that ended with an error, by the error's class
     """
 
     def __init__(self, rank: int) -> None:
@@ -38,7 +38,7 @@ class History:
     def note_on(self, error: BaseException) -> None:
         """Add a note to an error, once, that lists the last operations (Python 3.11 shows it).
 
-        The error follows once more: of long texts many a log keeps nothing but the end.
+        It repeats the error at the end: many logs keep only the end of long texts.
         """
         self.failures[type(error).__name__] += 1
         if self.calls and hasattr(error, "add_note") and not hasattr(error, "__notes__"):
@@ -46,7 +46,7 @@ class History:
             error.add_note("\n".join([*self._lines(), said]))
 
     def last(self) -> str:
-        """The last call in words, or "" if there was none."""
+        """Return the last call in words, or "" if there was none."""
         return self.calls[-1].describe() if self.calls else ""
 
     def _lines(self) -> Iterator[str]:
@@ -61,7 +61,7 @@ def _duration(seconds: float) -> str:
 
 
 # ------------------------------------------------------------------------------
-# Traces: what a rank's operations did and when, for Perfetto or chrome://tracing.
+# Traces: a rank's operations and their times, for Perfetto or chrome://tracing.
 #
 # With PHALANX_TRACE=folder in the environment each backend writes `rank-<rank>-<process>-<n>.json`
 # there, as it goes: the array form of Chrome's trace events, one event a line, which readers accept
@@ -98,7 +98,7 @@ class Trace:
 
     @classmethod
     def wanted(cls, rank: int, world_size: int, now: Callable[[], float]) -> Trace | None:
-        """A trace, if the environment asks for one. Raises `BackendUnavailableError`."""
+        """Return a trace, if the environment asks for one. Raise `BackendUnavailableError`."""
         folder = os.environ.get(VARIABLE, "")
         if not folder:
             return None
@@ -110,14 +110,14 @@ class Trace:
             ) from error
 
     def issued(self, work: Work[Any], now: float) -> None:
-        """The call that issued a work, which is not over, comes back."""
+        """Take the call that issued a work, which is not over, as back."""
         self._issued[work] = now
 
     def ended(self, work: Work[Any], awaited: float) -> None:
-        """Write down a work that is over, for which a thread has waited since then, or never (inf).
+        """Write down a finished work; a thread has waited for it since `since`, or never (inf).
 
-        A thread was in it from its start until the call that issued it came back, and while it was
-        waited for.
+        A thread was in it from its start until the call that issued it came back, and during the
+        wait.
         """
         call, collective = work.call, work.is_collective
         seconds = call.ended - call.started
@@ -150,7 +150,7 @@ class Trace:
         self._write_event(event)
 
     def _thread(self, group: int, name: str, collective: bool) -> int:
-        """The line of the picture for a group's collectives, or for its messages."""
+        """Return the line of the picture for a group's collectives, or for its messages."""
         key = group if collective else ~group
         if key not in self._groups:
             self._groups[key] = len(self._groups)
@@ -198,11 +198,11 @@ def _close(file: int) -> None:
 
 
 # ------------------------------------------------------------------------------
-# The log: what the logger `phalanx` tells.
+# The log: the messages of the logger `phalanx`.
 #
-#     debug     where each rank listens, which algorithm was chosen, connections that broke
+#     debug     addresses of ranks, choices of algorithms, connections that broke
 #     info      one line of rank 0 when a job begins
-#     warning   what needs somebody to look at it
+#     warning   problems that need a person's attention
 #
 # Without PHALANX_LOG that is the program's business, as with any logger.
 
@@ -210,7 +210,7 @@ LOG_VARIABLE, LEVELS = "PHALANX_LOG", ("debug", "info", "warning")
 
 
 def set_up_log() -> None:
-    """Let the log tell what PHALANX_LOG says, on stderr in a program that keeps no log itself."""
+    """Set the log's level by PHALANX_LOG; on stderr, in a program without a log of its own."""
     level = os.environ.get(LOG_VARIABLE, "").strip().lower()
     if not level:
         return

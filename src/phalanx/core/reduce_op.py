@@ -1,4 +1,4 @@
-"""The reduce operations: how the values of all ranks become one."""
+"""The reduce operations, which combine the values of all ranks."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from phalanx.errors import UnsupportedOperationError
 
 
 class ReduceOp(enum.Enum):
-    """How values of different ranks become one.
+    """The operations that combine values of different ranks.
 
     op         of                          is
     SUM        numbers                     their sum; integers wrap around, as torch's do
-    SUM        booleans                    True where any rank has True
+    SUM        booleans                    True if any rank has True
     MEAN       numbers, no booleans        the sum divided by the number of ranks; of integers, cut
                                            off towards zero, as NCCL's is
-    MIN, MAX   real numbers and booleans   NaN where any rank has NaN
+    MIN, MAX   real numbers and booleans   NaN if any rank has NaN
     PRODUCT    numbers                     their product
-    PRODUCT    booleans                    True where all ranks have True
+    PRODUCT    booleans                    True if all ranks have True
     BAND, BOR, BXOR   integers, booleans   bit by bit
 
     There is no reduction of 8-bit floats: convert them.
 
     float16, bfloat16 and complex32 are summed and multiplied in float32 (complex64) and rounded
-    once, where all contributions to an element meet in one place (two ranks, or `direct` or
-    `star`); in the other algorithms they are rounded at every addition. A MEAN of float16 does not
-    overflow on the way: the other algorithms divide by a power of two first.
+    once, if all contributions to an element meet in one place (two ranks, or `direct` or `star`);
+    in the other algorithms they are rounded at every addition. A MEAN of float16 does not overflow
+    on the way: the other algorithms divide by a power of two first.
     """
 
     SUM = "sum"
@@ -51,7 +51,7 @@ Combination: TypeAlias = Callable[..., object]
 
 
 class Reduction(NamedTuple):
-    """One row of the table: how to combine, and which dtypes."""
+    """One row of the table: a function that combines, and its dtypes."""
 
     combine: Combination
     dtypes: frozenset[torch.dtype]
@@ -85,7 +85,7 @@ _TRUTH = frozenset({torch.bool})
 
 
 def _as_signed(combine: Combination) -> Combination:
-    """The same on the same bits, taken as signed numbers."""
+    """Return the same function on the same bits, taken as signed numbers."""
 
     def combined(first: Tensor, second: Tensor, *, out: Tensor) -> object:
         signed = _SIGNED[out.dtype]
@@ -95,7 +95,7 @@ def _as_signed(combine: Combination) -> Combination:
 
 
 def _in_order(combine: Combination) -> Combination:
-    """`_as_signed` for comparisons: with the highest bit inverted, they sort as they should."""
+    """Return `_as_signed` for comparisons: the inverted highest bit makes the order right."""
 
     def combined(first: Tensor, second: Tensor, *, out: Tensor) -> object:
         signed = _SIGNED[out.dtype]
@@ -132,9 +132,9 @@ def reduction_for(
     rank: int | None = None,
     collective: str | None = None,
 ) -> Reduction:
-    """The reduction `op` for tensors of this dtype; `UnsupportedOperationError` if it has none.
+    """Return the reduction `op` for tensors of this dtype. `UnsupportedOperationError` without one.
 
-    `rank` and `collective` are for the error: who asked for it, and for what.
+    `rank` and `collective` are named in the error.
     """
     where = "" if rank is None else f"rank {rank}: {collective}: "
     reduction = REDUCTIONS.get(op) if op is not None else None
@@ -194,8 +194,8 @@ def _divide_uint64_(bits: Tensor, count: int) -> None:
 # Several contributions at once.
 
 # Elements reduced at a time in a wider dtype, or beside the result: more are computed in several
-# threads by torch. After every block these wait for each other, which takes seconds in all where
-# ranks share the cores.
+# threads by torch. After every block these wait for each other, which takes seconds in all if ranks
+# share the cores.
 BLOCK = 32 << 10
 LARGEST = 1 << 20  # bytes reduced at a time in the result itself
 
@@ -204,7 +204,7 @@ class RankOrderReduction:
     """A reduction of several contributions in the order of the ranks, rounded once.
 
     So the bits are the same on every rank and backend. Short floating-point dtypes are reduced in a
-    wider one. With a `divisor`, the result is a mean. `combine` is what it does with two.
+    wider one. With a `divisor`, the result is a mean. `combine` reduces two.
     """
 
     def __init__(self, reduction: Reduction, dtype: torch.dtype, divisor: int = 1) -> None:
@@ -230,7 +230,7 @@ class RankOrderReduction:
                 self._reduce_beside(out[block], [part[block] for part in parts])
 
     def _fits(self, parts: list[Tensor], out: Tensor) -> bool:
-        """Whether `out` can hold partial results: it fits the cache, no later part lies in it."""
+        """Return whether `out` can hold partial results: it fits the cache, no part comes later."""
         if out.nbytes > LARGEST:
             return False
         address = out.data_ptr()
@@ -244,7 +244,7 @@ class RankOrderReduction:
             divide_(total, self._divisor)
 
     def _reduce_beside(self, out: Tensor, parts: list[Tensor]) -> None:
-        """In memory that is wider than `out`, or apart from the parts that are still to be read."""
+        """Reduce in memory wider than `out`, or apart from parts that are still to be read."""
         if self._wider is not None:
             total = parts[0].to(self._wider)
             for part in parts[1:]:

@@ -45,17 +45,17 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, send: PostedSend) -> None:
-        """Start to send a message; calls `send.complete()` when its memory is free again."""
+        """Start to send a message; call `send.complete()` when its memory is free again."""
 
     def cancel(self, send: PostedSend) -> None:  # noqa: B027 - not if sends are over at once
-        """Give up a send: its memory is not read from now on."""
+        """Give up a send: do not read its memory any more."""
 
     def finish_send(self, send: PostedSend) -> bool:
         """Complete a send past its deadline if its last bytes have begun to go; whether so."""
         return False
 
     def room(self, peer: int) -> None:  # noqa: B027 - not if nothing is ever paused
-        """A receive from this peer was posted: read from it again if it was paused."""
+        """Read from a paused peer again: a receive from it was posted."""
 
     @abstractmethod
     def control(self, peer: int, group: int, message: Control) -> None:
@@ -78,10 +78,10 @@ class Transport(ABC):
         """Move the bytes that can be moved without waiting. Lock not held."""
 
     def glance(self, now: float) -> None:  # noqa: B027 - not all need to do a thing
-        """A call begins that may end without waiting: at intervals, poll the sockets."""
+        """Poll the sockets at intervals: a call begins that may end without waiting."""
 
     def wake(self, work: Work[Any]) -> None:  # noqa: B027 - not if threads look by themselves
-        """A work has ended: wake the threads that wait for it."""
+        """Wake the threads that wait for a work that has ended."""
 
     def background(  # noqa: B027 - not all need to do a thing
         self, work: Work[Any], *, patience: float
@@ -92,28 +92,28 @@ class Transport(ABC):
         """
 
     def watch(self) -> None:  # noqa: B027 - not all need to do a thing
-        """A step has begun that has to be polled: wake the thread that sleeps in `wait`."""
+        """Wake the thread that sleeps in `wait`: a step has begun that has to be polled."""
 
     def every(  # noqa: B027 - not all need to do a thing
         self, seconds: float, callback: Callable[[], object]
     ) -> None:
-        """Call back at such intervals, while this rank moves bytes or waits. Lock not held.
+        """Call back at intervals while this rank moves bytes or waits. Lock not held.
 
-        It is held in the callback. Not while the rank is in no call; without peers never.
+        It is held in the callback. Never without peers, or while the rank is in no call.
         """
 
     # Memory ---------------------------------------------------------------------------------
 
     def shared(self, group: Group) -> SharedGroup | None:
-        """Memory that this rank shares with members of a group, if there is any."""
+        """Return the memory that this rank shares with members of a group, if there is any."""
         return None
 
     def alloc(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialized tensor in memory that is sent without a copy. Lock not held."""
+        """Return an uninitialized tensor in memory that is sent without a copy. Lock not held."""
         return torch.empty(shape, dtype=dtype)
 
     def common(self, group: Group) -> Source | None:
-        """The source of memory that all members of a group can have in common, or None.
+        """Return the source of memory that all members of a group can have in common, or None.
 
         The same answer on every one of them.
         """
@@ -121,15 +121,15 @@ class Transport(ABC):
 
 
 # ------------------------------------------------------------------------------
-# What the ranks of a host share, as a transport sees it whose bytes go over sockets.
+# The shared memory of a host's ranks, as a transport over sockets uses it.
 
 
 class Ring(Protocol):
-    """Memory through which large messages go to a rank of this host, and come from it.
+    """Memory for large messages to a rank of this host, and from it.
 
-    least    bytes of a message from which on it goes this way
-    piece    bytes of the parts in which it does
-    pieces   how many parts there is room for
+    least    bytes of the smallest message that goes this way
+    piece    bytes of a part of a message
+    pieces   number of parts that there is room for
     """
 
     least: int
@@ -137,26 +137,26 @@ class Ring(Protocol):
     pieces: int
 
     def put(self, send: PostedSend, offset: int) -> bytes | None:
-        """Put a message's next part in; the frame that says so, or None while there is no room."""
+        """Put in a message's next part; return its frame, or None while there is no room."""
 
     def came(self, header: Header, payload: bytes) -> tuple[Header, memoryview]:
-        """Such a frame has come: the header of the message's part, and its bytes in the memory.
+        """Take such a frame: return the header of the message's part, and its bytes in the memory.
 
         Raises `FrameError` for an invalid one.
         """
 
     def taken(self, count: int) -> None:
-        """The oldest parts have been read: the peer may use their memory again."""
+        """Free the oldest parts, which have been read: the peer may use their memory again."""
 
     def when_free(self, go_on: Callable[[], None]) -> None:
-        """There is no room: call `go_on` when there is."""
+        """Call `go_on` when there is room; there is none now."""
 
     def give_up(self) -> None:
-        """Nothing more is to be sent."""
+        """Cancel `when_free`: nothing more is to be sent."""
 
 
 class HostMemory(Protocol):
-    """Memory that the ranks of this host have in common, and what wakes those that wait for it.
+    """Memory that the ranks of this host share, and the descriptors that wake waiting ranks.
 
     A rank that waits for another one's word in memory says that it sleeps (`park`), looks at the
     word once more, and sleeps until `wakeup` is readable.
@@ -173,49 +173,49 @@ class HostMemory(Protocol):
 
     @property
     def is_parked(self) -> bool:
-        """Whether this rank has said that it sleeps."""
+        """Return whether this rank has announced that it sleeps."""
 
     @property
     def stalled(self) -> Mapping[Any, Callable[[], None]]:
-        """Rings that had no room, and what to do when they have."""
+        """Return the rings without room, and the functions to call when they have some."""
 
     def resume_stalled(self) -> None:
-        """Go on with those that have room again."""
+        """Go on with the rings that have room again."""
 
     def park(self) -> None:
-        """Say that this rank sleeps. The caller then checks once more what it waits for."""
+        """Announce that this rank sleeps. The caller then checks its condition once more."""
 
     def unpark(self) -> None:
-        """Say that this rank is awake."""
+        """Announce that this rank is awake."""
 
     def on_wakeup(self, readable: bool, writable: bool) -> None:
-        """`wakeup` is readable: empty it."""
+        """Empty `wakeup`, which is readable."""
 
     def ring(self, peer: int) -> Ring | None:
-        """The memory for large messages to and from a peer, once it is attached."""
+        """Return the memory for large messages to and from a peer, once it is attached."""
 
     def shared(self, group: Members) -> SharedGroup | None:
-        """What the members of a group that are on this host share, if there are others."""
+        """Return the shared memory of a group's members on this host, if there are others."""
 
     def source(self) -> Source:
-        """A source of memory that ranks of this host have in common."""
+        """Return a source of memory that ranks of this host have in common."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialized tensor in memory that this rank shows to the others."""
+        """Return an uninitialized tensor in memory that this rank shows to the others."""
 
     def detach(self) -> None:
-        """In a child that was forked: what it writes there stays in it."""
+        """Keep a forked child's writes to itself."""
 
     def close(self) -> None:
-        """Nobody can attach this rank's memory from now on, or wake it."""
+        """Let no rank attach this one's memory, or wake it, any more."""
 
 
 # ------------------------------------------------------------------------------
-# What messages cost, for the choice of an algorithm.
+# The costs of messages, for the choice of an algorithm.
 
 
 class LinkCost(NamedTuple):
-    """What it costs to send a message, for the choice of an algorithm. The same on every rank."""
+    """The cost of a message, for the choice of an algorithm. The same on every rank."""
 
     latency: float  # seconds until the receiver can go on
     overhead: float  # seconds of work for each message sent or received

@@ -1,6 +1,6 @@
-"""The watchdog: which rank is to blame when a deadline passes.
+"""The watchdog: finds the rank to blame when a deadline passes.
 
-Shortly before a deadline, the rank asks the ranks it waits for what they wait for, then asks those,
+Shortly before a deadline, the rank asks the ranks it waits for about their waits, then asks those,
 and so on: the wait-for graph. The chain ends with a rank that waits for nobody, or that does not
 answer because it is in no call:
 
@@ -8,8 +8,8 @@ answer because it is in no call:
 
 A chain without an end is a cycle: the ranks wait for each other, or bytes move too slowly.
 
-A deadline may be half an hour away. So a call that has blocked for 30 s says the same in the log,
-once for each group, and goes on waiting.
+A deadline may be half an hour away. So a call that has blocked for 30 s logs the same, once for
+each group, and goes on waiting.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ NOT_ASKED = Ask(-1, 0, "")
 
 
 class Watchdog:
-    """Deadlines of one rank, and who waits for whom. The engine's lock is held in all of it.
+    """The deadlines of one rank, and the wait-for graph. The engine's lock is held in all of it.
 
     tell              sends a peer a control message about a group
-    unexpected_bytes  how much of each peer's messages this rank keeps
-    last_call         describes what this rank did last; "" if it did nothing
+    unexpected_bytes  bytes of each peer's messages that this rank keeps
+    last_call         describes this rank's last call; "" if there was none
     warn_after        seconds after which a call that blocks is worth a line in the log
-    waits             what threads of this rank wait for, and since when; oldest first
-    queries           the waits near their deadline, and whom they have asked
-    full              peers that take no more messages for now, and what they said last
+    waits             waits of this rank's threads, and their starts; oldest first
+    queries           the waits near their deadline, and the ranks that they have asked
+    full              peers that take no more messages for now, and their last answers
     """
 
     def __init__(
@@ -73,15 +73,15 @@ class Watchdog:
         self._numbers = itertools.count(1)
 
     def awaited_since(self, work: Work[Any]) -> float:
-        """Since when a thread waits for a work, on the engine's clock; inf if none does."""
+        """Return when a thread began to wait for a work, on the engine's clock; inf for none."""
         since = (began for wait, began in list(self.waits.items()) if work in wait.parts())
         return min(since, default=math.inf)
 
     def check_deadline(self, wait: Wait, now: float) -> float:
-        """Check the deadline of a wait; returns when to check again, on the same clock.
+        """Check the deadline of a wait; return when to check again, on the same clock.
 
-        Shortly before the deadline the rank asks who waits for whom; past it, the wait ends with an
-        error.
+        Shortly before the deadline the rank asks for the wait-for graph; past it, the wait ends
+        with an error.
         """
         ask_at = wait.deadline - query_lead_time(wait.timeout)
         if now < ask_at:
@@ -93,7 +93,7 @@ class Watchdog:
         return wait.deadline
 
     def check_patience(self, wait: Wait, now: float) -> float:
-        """Log that a thread has waited long in a call, once for each group; when to check again."""
+        """Log that a thread has waited long, once for each group; return when to check again."""
         began = self.waits.get(wait)
         if began is None:
             return math.inf
@@ -112,7 +112,7 @@ class Watchdog:
         return math.inf
 
     def _query(self, wait: Wait) -> WaitForGraph:
-        """The question who waits for whom, for this wait; it is asked if it was not."""
+        """Return the wait-for graph of this wait; ask for it if that was not done."""
         query = self.queries.get(wait)
         if query is None:
             query = self.queries[wait] = WaitForGraph(self, wait, next(self._numbers))
@@ -120,11 +120,11 @@ class Watchdog:
         return query
 
     def forget(self, wait: Wait) -> None:
-        """A wait is over, or has another deadline."""
+        """Forget a wait that is over, or has another deadline."""
         self.queries.pop(wait, None)
 
     def asked(self, peer: int, group: Group | None = None, ask: Ask = NOT_ASKED) -> None:
-        """Tell a peer what this rank waits for, and how many bytes of its messages are kept."""
+        """Tell a peer this rank's wait, and the number of bytes of its messages that are kept."""
         kept = self.unexpected_bytes[peer]
         obstacle = self._obstacle(group, ask.sequence)
         answer = Answer([], shortened(self.last_call()), kept, ask.query)
@@ -140,10 +140,10 @@ class Watchdog:
         self.tell(peer, 0, answer)
 
     def _obstacle(self, group: Group | None, sequence: int) -> Wait | None:
-        """What has to end before this rank can do what the peer waits for, if that is known.
+        """Return the wait that has to end before this rank can serve the peer's, if it is known.
 
-        The collective itself, if it is under way here, or one before it; else whatever a thread of
-        this rank waits in; else anything that is under way in that group.
+        That is the collective itself, if it is under way here, or one before it; else any wait of a
+        thread of this rank; else any work that is under way in that group.
         """
         under_way = group.under_way() if group is not None else []
         for work in under_way:
@@ -152,7 +152,7 @@ class Watchdog:
         return next(iter([*self.waits, *under_way]), None)
 
     def answered(self, peer: int, answer: Answer) -> None:
-        """A peer says what it waits for."""
+        """Take a peer's answer about its wait."""
         if is_full(answer.kept):
             self.full[peer] = answer
         else:
@@ -163,9 +163,9 @@ class Watchdog:
 
 
 def warn_after(environ: Mapping[str, str]) -> float:
-    """The seconds that `PHALANX_WARN_AFTER` says; infinity for never.
+    """Return the seconds in `PHALANX_WARN_AFTER`; infinity for never.
 
-    Raises `MisuseError` for what is not a number of seconds.
+    Raises `MisuseError` for anything but a number of seconds.
     """
     text = environ.get(VARIABLE, "") or WARN_AFTER
     try:
@@ -181,12 +181,12 @@ def warn_after(environ: Mapping[str, str]) -> float:
 
 
 def query_lead_time(timeout: float) -> float:
-    """Seconds before the deadline at which the rank asks who waits for whom."""
+    """Return how many seconds before the deadline the rank asks for the wait-for graph."""
     return min(LONGEST_QUERY, timeout / 4)
 
 
 class WaitForGraph:
-    """Who waits for whom, as far as this rank has asked, for one wait. Ranks are global ranks."""
+    """The known wait-for graph of one wait. Ranks are global ranks."""
 
     def __init__(self, watchdog: Watchdog, wait: Wait, number: int) -> None:
         self._watchdog = watchdog
@@ -200,18 +200,18 @@ class WaitForGraph:
         self._following = False
 
     def begin(self) -> None:
-        """Ask those that it waits for."""
+        """Ask the ranks that this wait waits for."""
         self._follow()
 
     def answered(self, peer: int, answer: Answer) -> None:
-        """A rank says what it waits for."""
+        """Take a rank's answer about its wait."""
         if peer in self._answers:
             self._answers[peer] = answer
             self._to_follow.append(answer)
             self._follow()
 
     def _follow(self) -> None:
-        """Ask those whom the ranks that answered wait for. Some answer before this returns."""
+        """Ask the ranks that those that answered wait for. Some answer before this returns."""
         if self._following:
             return
         self._following = True
@@ -219,14 +219,14 @@ class WaitForGraph:
             answer = self._to_follow.popleft()
             for rank in answer.waits_for:
                 if rank not in self._answers and 0 <= rank < self._watchdog.world_size:
-                    # A peer that takes no more cannot read the question: what it said last counts.
+                    # A peer that takes no more cannot read the question: its last answer counts.
                     self._answers[rank] = self._watchdog.full.get(rank)
                     question = Ask(answer.sequence, 0, "", self.number)
                     self._watchdog.tell(rank, answer.group, question)
         self._following = False
 
     def timeout_error(self) -> CollectiveTimeoutError:
-        """The error for the deadline that has passed."""
+        """Return the error for the deadline that has passed."""
         wait = self._wait
         group = wait.group
         chain, _ = chain_of_waits(self._first, self._answers)
@@ -242,11 +242,11 @@ class WaitForGraph:
         )
 
     def warning(self, seconds: float) -> str:
-        """What the log says of a wait that has lasted so long."""
+        """Return the log's text for a wait that has lasted so long."""
         return f"{self._text(f'has waited {seconds:g} s', VARIABLE)}; it goes on waiting"
 
     def _text(self, waited: str, limit: str) -> str:
-        """Who waits for whom. `limit` is what sets how slow a rank may be."""
+        """Return the graph in words. `limit` names the limit on a rank's slowness."""
         wait, group = self._wait, self._wait.group
         chain, ends = chain_of_waits(self._first, self._answers)
         head = group.head_of_queue(wait)
@@ -296,6 +296,6 @@ class WaitForGraph:
             yield f"{it} has made no matching call{last_call}, or is slower than {limit} allows"
 
     def _beyond(self, chain: list[int]) -> list[int]:
-        """In a circle, whom the last rank of its first steps waits for."""
+        """Return the ranks that the last rank of a circle's first steps waits for."""
         answer = self._answers.get(chain[-1]) if chain else None
         return answer.waits_for[:1] if answer is not None else []

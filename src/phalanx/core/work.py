@@ -1,7 +1,7 @@
-"""Work: one request under way, which is what an asynchronous call returns.
+"""Work: one request under way, the result of an asynchronous call.
 
-    Work     a call that is being carried out: its program of steps, and their memory
-    AnyOf    what a thread waits for in `wait_any`: the first of several works
+    Work     a call under way: its program of steps, and their memory
+    AnyOf    a thread's wait in `wait_any`: for the first of several works
 
 When a step is complete the engine calls `advance()`; nobody else drives a work. A send is a work of
 one round, a ring all-reduce one of 2(p-1) rounds. A blocking call whose steps complete at once
@@ -30,18 +30,18 @@ SHOWN = 3  # of the works that a thread waits for, in messages
 
 
 class Work(Wait, Generic[T]):
-    """What an asynchronous call returns: a collective or a message that may still be under way.
+    """The result of an asynchronous call: a collective or message that may still be under way.
 
-    The tensors that were given to it must not be written before it is done; one that is worked on
-    in place, or that is received into, must not be read either. Any number may be outstanding on
-    one backend; collectives of one group run in the order in which they were issued. A work need
-    not be waited for, but its error is then seen only by the next call.
+    Its input tensors must not be written before it is done; one that is worked on in place, or that
+    is received into, must not be read either. Any number may be outstanding on one backend;
+    collectives of one group run in the order in which they were issued. A work need not be waited
+    for, but its error is then seen only by the next call.
 
     program    an iterator of steps
     buffers    the memory of its rounds, as bytes; looked up when a round is posted
     combine    reduces bytes that arrive into a buffer
-    result     called once, by `wait`, for the value that it returns
-    step       which it is in, if it is in one
+    result     called once, by `wait`, for its return value
+    step       the current one, if there is one
     ask_at     when it asks the other ranks whether they are in the same collective
     sender     of a received message, as a global rank
     waited     if it is traced: seconds until the first byte of each round arrived,
@@ -85,15 +85,15 @@ class Work(Wait, Generic[T]):
         self._result: T | None = None
         self._callbacks: list[Callable[[Work[T]], object]] = []
 
-    # What a user holds ----------------------------------------------------------------------
+    # The user's side ------------------------------------------------------------------------
 
     @property
     def op_name(self) -> str:
-        """Which collective or message it is, such as `all_reduce`."""
+        """Name of the collective or message, such as `all_reduce`."""
         return self.call.name
 
     def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once. Moves bytes without waiting."""
+        """Return whether `wait` would return, or raise, at once. Moves bytes without waiting."""
         engine = self.group.engine
         if not self.over:
             engine.poll(self)
@@ -104,8 +104,8 @@ class Work(Wait, Generic[T]):
     def wait(self, timeout: float | None = None) -> T:
         """Block until it is done and return its result; again, the same object.
 
-        Raises its error, each time it is called. `timeout` is in seconds from now, and replaces the
-        one that it was issued with; when it passes, the work fails.
+        Raises its error, each time it is called. `timeout` is in seconds from now, and replaces
+        that of the call; when it passes, the work fails.
         """
         if not self.over:
             group = self.group
@@ -133,7 +133,7 @@ class Work(Wait, Generic[T]):
         return self._result  # type: ignore[return-value]
 
     def go_on(self) -> None:
-        """Let it move on from now by itself: nobody may wait for it."""
+        """Let it move on from now by itself: perhaps no thread waits for it."""
         if not self.over:
             self.group.engine.transport.background(self, patience=0.0)
 
@@ -150,7 +150,7 @@ class Work(Wait, Generic[T]):
         """Call `callback(work)` once, when it is done, well or not; at once if it is.
 
         It is called by a thread of this rank that waits or polls, or by the one in the background,
-        with no lock held. It may issue works, and wait for others. What it raises is logged.
+        with no lock held. It may issue works, and wait for others. Its exceptions are logged.
         """
         engine = self.group.engine
         with engine.lock:
@@ -160,21 +160,21 @@ class Work(Wait, Generic[T]):
             engine.callbacks.append((callback, self))
         engine.run_callbacks()
 
-    # What the engine does with it -----------------------------------------------------------
+    # The engine's side ----------------------------------------------------------------------
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """For errors."""
+        """Name of the operation, for errors."""
         return self.call.name
 
     @property
     def sequence(self) -> int:  # type: ignore[override]
-        """For errors."""
+        """Number of the operation in its group, for errors."""
         return self.call.sequence
 
     @outside_inference_mode
     def advance(self) -> None:
-        """Go on from the step that is complete, as far as possible without waiting. Lock held."""
+        """Go on from a complete step, as far as possible without waiting. Lock held."""
         engine = self.group.engine
         try:
             for item in self._steps:
@@ -197,7 +197,7 @@ class Work(Wait, Generic[T]):
 
     @override
     def fail(self, error: Exception) -> None:
-        """End with an error: nothing is written into the caller's memory from now on."""
+        """End with an error: write nothing more into the caller's memory."""
         if self.over:
             return
         self.error = error
@@ -243,7 +243,7 @@ class Work(Wait, Generic[T]):
 
 
 class AnyOf(Wait):
-    """Done when one of several works of one rank is, of any groups. It moves nothing itself.
+    """The wait for the first of several works of one rank, of any groups. It moves no bytes.
 
     receive from rank 1   - - - - - - - - -
     receive from rank 2   - - - - done          here the thread goes on
@@ -269,7 +269,7 @@ class AnyOf(Wait):
         self.error = None
 
     def wait(self) -> None:
-        """Block until one is done. Raises errors of the wait, not of the works."""
+        """Block until one is done. Raise errors of the wait, not of the works."""
         if not self.over:
             self.group.engine.wait(self)
         if self.error is not None:
@@ -277,7 +277,7 @@ class AnyOf(Wait):
 
     @property
     def over(self) -> bool:  # type: ignore[override]
-        """Whether one is, or the wait has ended with an error."""
+        """Return whether one is over, or the wait has ended with an error."""
         return self.error is not None or any(each.over for each in self.works)
 
     @override
@@ -308,7 +308,7 @@ class AnyOf(Wait):
 
     @override
     def describe(self) -> str:
-        """`wait_any (recv #3, recv #0 and 5 more)`."""
+        """Return the wait in words: `wait_any (recv #3, recv #0 and 5 more)`."""
         shown = ", ".join(each.describe() for each in self.works[:SHOWN])
         more = len(self.works) - SHOWN
         return f"{self.name} ({shown}{f' and {more} more' if more > 0 else ''})"

@@ -1,1 +1,1 @@
-"""Starting ranks, and finding out which one this process is."""
+"""Starting ranks, and finding each one's place in its job."""

@@ -1,15 +1,15 @@
-"""The cores of this host: how many each rank has, and which (`phalanx run --bind`).
+"""The cores of this host, and the share of each rank (`phalanx run --bind`).
 
 A host with two memory nodes of four cores, and three ranks:
 
     node             0         1
     core          0 1 2 3   4 5 6 7
-    --bind cores  a a b b   c c . .     as many for each, of its own; what is left over stays free
+    --bind cores  a a b b   c c . .     as many for each, of its own; the rest stays free
     --bind numa   a a a a   c c c c     all cores of a node, which its ranks share
                   b b b b
 
-A core is a physical one, with all its hardware threads. Only those count that this process may use:
-a container, a control group (cpuset), Slurm or `taskset` may have left it some.
+A core is a physical one, with all its hardware threads. Only the cores that this process may use
+count: a container, a control group (cpuset), Slurm or `taskset` may restrict it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Processors = frozenset[int]  # as the system numbers them: hardware threads
 
 
 def usable_cores() -> int:
-    """The cores that this process may use."""
+    """Return the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -43,8 +43,8 @@ def threads_per_rank(ranks: int) -> int:
 def bind(way: str, ranks: int) -> list[Processors]:
     """Return the processors of each of `ranks` on this host, bound in one of the `WAYS`.
 
-    `MisuseError` for another way, for more ranks than cores, and on a system that does not let a
-    program choose its cores.
+    `MisuseError` for another way, for more ranks than cores, and on a system without a choice of
+    cores.
     """
     if way not in WAYS:
         raise MisuseError(f"--bind {way}: it is one of {', '.join(WAYS)}")
@@ -66,7 +66,7 @@ def bind(way: str, ranks: int) -> list[Processors]:
 
 
 def shares(parts: Sequence[Processors], ranks: int) -> list[Processors]:
-    """Return as many whole parts for each rank, or the one that it shares with its neighbours."""
+    """Return as many whole parts for each rank, or one that it shares with its neighbours."""
     each = len(parts) // ranks
     if each == 0:
         return [parts[rank * len(parts) // ranks] for rank in range(ranks)]
@@ -76,9 +76,9 @@ def shares(parts: Sequence[Processors], ranks: int) -> list[Processors]:
 
 
 def cores_by_node(usable: Processors, system: Path = SYSTEM) -> list[list[Processors]]:
-    """Return for each memory node its cores, each of them its hardware threads; all of `usable`.
+    """Return the cores of each memory node, each as its hardware threads; all of `usable`.
 
-    What the system does not say is taken for one node, and each processor for a core.
+    Without information of the system all is one node, and each processor a core.
     """
     nodes = [_listed(path / "cpulist") & usable for path in _numbered(system / "node", "node")]
     nodes = [node for node in nodes if node]
@@ -94,13 +94,13 @@ def cores_by_node(usable: Processors, system: Path = SYSTEM) -> list[list[Proces
 
 
 def _numbered(folder: Path, name: str) -> list[Path]:
-    """Return what is called `name` and a number there, in the order of the numbers."""
+    """Return the entries called `name` and a number there, in the order of the numbers."""
     found = [path for path in folder.glob(f"{name}*") if path.name[len(name) :].isdecimal()]
     return sorted(found, key=lambda path: int(path.name[len(name) :]))
 
 
 def _listed(path: Path) -> Processors:
-    """Return the numbers in a file of the system such as `0-3,8`; none where it has none."""
+    """Return the numbers in a file of the system such as `0-3,8`; none if it does not exist."""
     numbers: set[int] = set()
     with suppress(OSError, ValueError):
         for item in path.read_text().strip().split(","):

@@ -12,8 +12,8 @@ from phalanx.errors import DistributedError
 
 
 def run_app(app: typer.Typer, name: str) -> None:
-    """Run a command line of this process, and end that with the exit code. Of an error of ours
-    stderr says what it is, and the code is 2.
+    """Run a command line of this process, and end that with the exit code. After an error of
+    Phalanx stderr has its text, and the code is 2.
     """
     try:
         app(prog_name=name)

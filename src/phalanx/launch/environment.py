@@ -1,16 +1,16 @@
-"""Which rank this process is, as its launcher left it in the environment.
+"""This process's rank, as its launcher left it in the environment.
 
-    launcher       how it is known            what it says
+    launcher       known by                   other variables
     torchrun       RANK and WORLD_SIZE        LOCAL_RANK, MASTER_ADDR, TORCHELASTIC_*, ...
     mpirun         OMPI_COMM_WORLD_RANK       OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_RANK, ...
     mpiexec        PMI_RANK                   PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS
     srun           SLURM_PROCID               SLURM_NTASKS, SLURM_LOCALID, the list of nodes
 
-The first row that is there counts: who sets RANK by hand, or runs torchrun under srun, means it,
-and under mpirun in a job of Slurm all ranks of a host see one SLURM_PROCID. (With `srun --mpi=pmi2`
+The first row that is there counts. A RANK set by hand, or by torchrun under srun, is meant; and
+under mpirun in a job of Slurm all ranks of a host see one SLURM_PROCID. (With `srun --mpi=pmi2`
 there is a PMI_RANK, but no MPI_LOCALRANKID: that is srun. So is a RANK that was set to
-SLURM_PROCID, for torch.) MASTER_ADDR and MASTER_PORT are read whoever the launcher is; for srun
-they need not be set (slurm.py).
+SLURM_PROCID, for torch.) MASTER_ADDR and MASTER_PORT are read for every launcher; for srun they
+need not be set (slurm.py).
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from phalanx.wire.control import is_loopback, parse_address
 
 Source = Literal["torchrun", "mpirun", "slurm", "environment"]
 
-# Where `phalanx run` holds its store, as host:port; it comes before MASTER_ADDR.
+# The address of `phalanx run`'s store, as host:port; it comes before MASTER_ADDR.
 STORE_VARIABLE = "PHALANX_STORE"
 
 
 @dataclass(frozen=True)
 class World:
-    """What a launcher says about this process and the others of its job.
+    """The launcher's description of this process and the others of its job.
 
-    The rendezvous adds where rank 0 listens, what shows that a rank belongs to the job, and whether
+    The rendezvous adds rank 0's address, the token by which a rank belongs to the job, and whether
     "auto" is NCCL.
     """
 
@@ -58,12 +58,12 @@ class World:
 
     @property
     def one_host(self) -> bool:
-        """Whether every rank runs on this host."""
+        """Return whether every rank runs on this host."""
         return self.local_world_size == self.world_size
 
 
 class _Launcher(NamedTuple):
-    """The names under which one launcher leaves its numbers."""
+    """The names of one launcher's variables."""
 
     source: Source
     rank: str
@@ -82,11 +82,11 @@ _SHELLS = ("bash", "interactive")
 
 
 def read_environment(environ: Mapping[str, str]) -> World | None:
-    """Return what the launcher left in `environ`, or None where there is none.
+    """Return the launcher's description in `environ`, or None without a launcher.
 
-    An allocation without a started step (`salloc`, then `python`) is no launcher. Numbers that
-    make no sense raise `InvalidRankError`, `InvalidWorldSizeError` or `MisuseError`, which name
-    the variable, its value, and what to do.
+    An allocation without a started step (`salloc`, then `python`) is no launcher. Impossible
+    numbers raise `InvalidRankError`, `InvalidWorldSizeError` or `MisuseError`, which name the
+    variable, its value, and the remedy.
     """
     launcher = _find_launcher(environ)
     if launcher is None:
@@ -167,7 +167,7 @@ def _number(
 def _master(
     environ: Mapping[str, str], launcher: _Launcher, world_size: int
 ) -> tuple[str, int, bool]:
-    """Return where the ranks meet, and whether the launcher holds a store there."""
+    """Return the address of the rendezvous, and whether the launcher holds a store there."""
     if STORE_VARIABLE in environ:
         try:
             return *parse_address(environ[STORE_VARIABLE]), True
@@ -201,7 +201,7 @@ def _master(
 def _local(
     environ: Mapping[str, str], launcher: _Launcher, rank: int, world_size: int, addr: str
 ) -> tuple[int, int]:
-    """Return the local rank and how many there are; unsaid, loopback means one host."""
+    """Return the local rank and the local world size; unsaid, loopback means one host."""
     shared = world_size if is_loopback(addr) else 1
     if launcher is _SLURM:
         shared = slurm.tasks_on_this_node(environ) or shared

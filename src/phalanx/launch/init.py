@@ -1,20 +1,19 @@
 """`init`: this process's place in its job, as a backend.
 
-How the ranks of a job learn where rank 0 listens:
+The ways in which the ranks of a job learn rank 0's address:
 
     the launcher holds a store            no store
     ------------------------------        -----------------------------------------
     `phalanx run`: ours, behind a         rank 0 listens at MASTER_ADDR:MASTER_PORT,
-    door (store.py); torchrun: torch's.   where the others know to find it; under
+    door (store.py); torchrun: torch's.   where the others look for it; under
     There all ranks say that they are     mpirun, without a port, MPI broadcasts that;
-    here, and rank 0 where it listens     under srun a file brings the token (slurm.py)
-    (native/meeting.py)
+    here, and rank 0 its address          under srun a file brings the token (slurm.py)
+    (native/store_rendezvous.py)
 
-A token comes from the environment. Only where there is none it may come with rank 0's address: from
-MPI, or from torch's store where PHALANX_TRUST_STORE=1 says so.
+A token comes from the environment. If there is none, it may come with rank 0's address: from MPI,
+or from torch's store with PHALANX_TRUST_STORE=1.
 
-"auto" is NCCL where each rank has a GPU of its own: each says whether it has, and rank 0 whether
-all have.
+"auto" is NCCL if each rank has a GPU of its own: each rank tells rank 0, which tells all.
 """
 
 from __future__ import annotations
@@ -45,16 +44,16 @@ from phalanx.hooks import begin_observers, check_observers
 from phalanx.launch import slurm
 from phalanx.launch.environment import World, read_environment
 from phalanx.launch.store import connect_store
-from phalanx.native.meeting import (
-    Meeting,
-    MeetingAnswer,
+from phalanx.native.mpi import duplicate, import_mpi
+from phalanx.native.mpi_library import wait_until
+from phalanx.native.store_rendezvous import (
+    Entries,
+    RendezvousAnswer,
+    StoreRendezvous,
     Trust,
-    Words,
     tries,
     trust_in_torchs_store,
 )
-from phalanx.native.mpi import duplicate, import_mpi
-from phalanx.native.mpi_library import wait_until
 from phalanx.transport.backends import MeshBackend
 from phalanx.transport.tcp.addresses import ELSEWHERE, address_toward, listen_toward, resolve
 from phalanx.transport.tcp.admission import find_token
@@ -69,17 +68,17 @@ log = logging.getLogger("phalanx")
 def init(backend: str = "auto", *, timeout: float = DEFAULT_TIMEOUT) -> Backend:
     """Return the backend of this rank in the job that a launcher started.
 
-    Reads what `phalanx run`, `torchrun`, `mpirun` or `srun` left in the environment; without a
-    launcher it is a world of one, so that a script runs unchanged by hand. `timeout` (seconds)
-    bounds the wait for the other ranks here, and is the default of every later call.
+    Reads the variables of `phalanx run`, `torchrun`, `mpirun` or `srun`; without a launcher it is a
+    world of one, so that a script runs unchanged by hand. `timeout` (seconds) bounds the wait for
+    the other ranks here, and is the default of every later call.
 
     `backend` is "tcp"; "shm", shared memory, for ranks on one host; "hybrid", shared memory inside
     a host and TCP between; "mpi", under `mpirun`; "gloo", "nccl" or "ucc", torch's; or "auto".
-    That is nccl where the launcher holds a store (`phalanx run`, `torchrun`) and each rank has a
-    GPU of its own, number LOCAL_RANK, which becomes its current one; else shm on one host and
-    hybrid on several, and it falls back to TCP where memory cannot be shared. Another name raises
-    `BackendUnavailableError`, as does a store of the launcher that cannot be reached. An
-    environment that makes no sense raises what `read_environment` says.
+    "auto" is nccl if the launcher holds a store (`phalanx run`, `torchrun`) and each rank has a GPU
+    of its own. That is number LOCAL_RANK, which becomes its current one. Else it is shm on one host
+    and hybrid on several, or TCP if memory cannot be shared. Another name raises
+    `BackendUnavailableError`, as does a store of the launcher that cannot be reached. An impossible
+    environment raises the errors of `read_environment`.
     """
     check_name(backend)
     check_observers(os.environ)
@@ -96,9 +95,9 @@ def init(backend: str = "auto", *, timeout: float = DEFAULT_TIMEOUT) -> Backend:
 
 
 def announce(backend: Backend) -> None:
-    """On rank 0 of a job, tell in one line of the log (INFO) who is in it, and what connects them.
+    """On rank 0 of a job, log its ranks and their connection in one line (INFO).
 
-    Where the program keeps no log, and PHALANX_LOG is not set, it goes to stderr.
+    If the program keeps no log, and PHALANX_LOG is not set, it goes to stderr.
     """
     if backend.rank or not isinstance(backend, MeshBackend) or backend.world_size == 1:
         return
@@ -113,7 +112,7 @@ def announce(backend: Backend) -> None:
 
 
 def why_not_nccl(local_rank: int) -> str:
-    """Return why this rank has no GPU of its own for NCCL; nothing if it has one."""
+    """Return why this rank has no GPU of its own for NCCL; "" if it has one."""
     import torch  # noqa: PLC0415
 
     if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
@@ -123,9 +122,9 @@ def why_not_nccl(local_rank: int) -> str:
 
 
 def rendezvous(world: World, *, timeout: float, own_gpu: bool = False) -> World:
-    """Return `world` with where rank 0 listens; blocks until all ranks have come.
+    """Return `world` with rank 0's address; block until all ranks have come.
 
-    own_gpu   whether this rank would use NCCL, if all others do; goes for nothing without a store
+    own_gpu   whether this rank would use NCCL, if all others do; ignored without a store
 
     `CollectiveTimeoutError` when ranks do not come in `timeout` seconds, and
     `BackendUnavailableError` when the launcher's store cannot be reached. `AuthenticationError` if
@@ -146,7 +145,7 @@ def rendezvous(world: World, *, timeout: float, own_gpu: bool = False) -> World:
     else:
         message, listener = _rendezvous_over_mpi(world, timeout)
     address, _, token = message.partition(" ")
-    token = "" if find_token() else token  # what comes never takes the place of what was given
+    token = "" if find_token() else token  # a received token never replaces a given one
     return replace(world, address=address, token=token or None, listener=listener)
 
 
@@ -169,11 +168,11 @@ def _rendezvous_at_store(world: World, timeout: float, own_gpu: bool) -> World:
             "launcher running, and may this host connect to it?",
             rank=world.rank,
         ) from error
-    words = Words(store, (world.run_id, world.restart_count, "init"), trust)
-    meeting = Meeting(words, world.rank, world.world_size, timeout, "init", gpu=own_gpu)
-    meeting.deadline = deadline
+    entries = Entries(store, (world.run_id, world.restart_count, "init"), trust)
+    part = StoreRendezvous(entries, world.rank, world.world_size, timeout, "init", gpu=own_gpu)
+    part.deadline = deadline
     try:
-        answer, listener = meet(meeting, endpoint)
+        answer, listener = meet(part, endpoint)
     finally:
         if world.own_store:
             store.close()
@@ -186,31 +185,31 @@ def _rendezvous_at_store(world: World, timeout: float, own_gpu: bool) -> World:
     )
 
 
-def meet(meeting: Meeting, toward: Endpoint) -> tuple[MeetingAnswer, socket.socket | None]:
-    """Return what rank 0 has told, and on rank 0 its listener. Raises as `Meeting` does."""
-    one_host = meeting.come()
-    if meeting.rank:
-        return meeting.tell(), None
+def meet(part: StoreRendezvous, toward: Endpoint) -> tuple[RendezvousAnswer, socket.socket | None]:
+    """Return rank 0's answer, and on rank 0 its listener. Raise as `StoreRendezvous` does."""
+    one_host = part.announce()
+    if part.rank:
+        return part.exchange(), None
     try:
         listener, address = listen_toward(toward, one_host=one_host)
     except DistributedError as error:
-        meeting.fail(error)
+        part.fail(error)
         raise
     try:
-        return meeting.tell(str(address), secrets.token_hex(32)), listener
+        return part.exchange(str(address), secrets.token_hex(32)), listener
     except BaseException:
         listener.close()
         raise
 
 
 def connect_torchs_store(endpoint: Endpoint, deadline: float) -> Any:
-    """Return the TCPStore that torchrun holds there; tries again until `deadline`."""
+    """Return the TCPStore that torchrun holds there; try until `deadline`."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined] # noqa: PLC0415
 
     failure: Exception = TimeoutError()
     for left in tries(deadline):
         try:
-            # A plain socket says soon and in words what the store's own client says at length.
+            # A plain socket fails soon and in clear words, unlike the store's own client.
             socket.create_connection(endpoint, left).close()
             seconds = timedelta(seconds=max(left, 1.0))
             return TCPStore(*endpoint, is_master=False, timeout=seconds, wait_for_workers=False)
@@ -219,11 +218,11 @@ def connect_torchs_store(endpoint: Endpoint, deadline: float) -> Any:
     raise failure
 
 
-_LONGEST = 512  # bytes of what MPI broadcasts
+_LONGEST = 512  # bytes that MPI broadcasts
 
 
 def _rendezvous_over_mpi(world: World, timeout: float) -> tuple[str, socket.socket | None]:
-    """Without a store and a port: MPI, whose ranks these are, broadcasts what rank 0 has to say."""
+    """Without a store and a port: let MPI, which started the ranks, broadcast rank 0's answer."""
     try:
         mpi = import_mpi()
     except BackendUnavailableError as error:
@@ -238,7 +237,7 @@ def _rendezvous_over_mpi(world: World, timeout: float) -> tuple[str, socket.sock
     if world.rank == 0:
         toward = Endpoint(world.master_addr, 0) if world.master_addr else ELSEWHERE
         listener, address = listen_toward(toward, one_host=world.one_host)
-        # Whoever set a token gave it to every rank: no message need carry it.
+        # A token that was set is set on every rank: no message need carry it.
         message = f"{address} {'' if find_token() else secrets.token_hex(32)}"
     try:
         comm = duplicate(mpi.COMM_WORLD, timeout)
@@ -272,7 +271,7 @@ def check_name(name: str) -> None:
 
 
 def make_backend(name: str, world: World, timeout: float) -> Backend:
-    """Return the backend `name`; a world of one is the same for all, and needs no network."""
+    """Return the backend `name`; a world of one is the same for all, without a network."""
     if world.world_size > 1:
         return BACKENDS[name](world, timeout)
     from phalanx.transport.simulated import SimulatedBackend  # noqa: PLC0415
@@ -283,7 +282,7 @@ def make_backend(name: str, world: World, timeout: float) -> Backend:
 
 
 def _mesh(name: str, world: World, timeout: float) -> Backend:
-    """Shared memory, TCP, or both; "auto" is the best of them that can run here."""
+    """Return shared memory, TCP, or both; for "auto" the best of them that can run here."""
     from phalanx.transport import backends  # noqa: PLC0415
 
     kinds: dict[str, type[MeshBackend]] = {
@@ -312,7 +311,7 @@ def _mesh(name: str, world: World, timeout: float) -> Backend:
 
 
 def _auto(world: World, timeout: float) -> Backend:
-    """NCCL where the ranks have GPUs of their own, else the best mesh that can run here."""
+    """Return NCCL if the ranks have GPUs of their own, else the best mesh that can run here."""
     if not world.nccl:
         return _mesh("auto", world, timeout)
     import torch  # noqa: PLC0415
@@ -337,7 +336,7 @@ def _mpi(world: World, timeout: float) -> Backend:
 
 
 def _process_group(name: str, world: World, timeout: float) -> Backend:
-    """A process group of torch's that the backend makes itself."""
+    """Return a process group of torch's that the backend makes itself."""
     from phalanx.native import torch_group  # noqa: PLC0415
 
     kinds = {

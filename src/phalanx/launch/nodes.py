@@ -1,4 +1,4 @@
-"""The nodes of a job: what their launchers tell each other through the store of node 0 (store.py).
+"""The nodes of a job: the messages of their launchers through the store of node 0 (store.py).
 
     node 0                                     node 1
     holds the store (--master) <-------------- connects to it
@@ -11,11 +11,11 @@
         \\------- all nodes have written: the same log, the same decision --------/
     ranks of generation 1, or the end          ranks of generation 1, or the end
 
-Every node writes one entry a generation: how it ended there. When somebody watches the job on a
-node, that one leaves word of it; then all write where they can be watched (observer.py).
+Every node writes one entry a generation: its end there. A node on which somebody watches the job
+writes so; then all write their addresses for watchers (observer.py).
 
-Programs of torch's need a port on rank 0's host for a store of their own. Node 0 keeps one free for
-each generation, and tells it when it joins, and with the entry of the generation before.
+torch programs need a port on rank 0's host for a store of their own. Node 0 keeps one free for each
+generation, and tells it when it joins, and with the entry of the generation before.
 
 A thread talks to the store, while the launcher watches its ranks. A job of one node has the store
 for its ranks alone, and agrees with itself.
@@ -36,7 +36,7 @@ from phalanx.errors import BackendUnavailableError, DistributedError, MisuseErro
 from phalanx.launch.observer import NodePlace, WatchedNodes
 from phalanx.launch.report import AGAIN, RankExit, describe_failure, root_cause
 from phalanx.launch.store import StoreClient, StoreServer, connect_store, listen_for_store
-from phalanx.native.meeting import tries
+from phalanx.native.store_rendezvous import tries
 from phalanx.transport.tcp.addresses import reserve_port
 from phalanx.wire.control import Endpoint, learned, parse_address
 
@@ -55,19 +55,19 @@ _WHY_NOT: Mapping[int, str] = {
 
 
 class NodeExit(msgspec.Struct, frozen=True):
-    """How one generation of ranks ended on one node."""
+    """The end of one generation of ranks on one node."""
 
     node: int
     failed: bool
-    summary: str = ""  # the first failure of a rank; "" where ranks were only stopped
+    summary: str = ""  # the first failure of a rank; "" if ranks were only stopped
     follows: bool = False  # whether the failure of another rank led to it
-    code: int = 0  # the exit code of the launcher for this failure; 75 where ranks left with it
-    final: bool = False  # whether the job ends with it, whatever restarts are left
+    code: int = 0  # the exit code of the launcher for this failure; 75 if ranks left with it
+    final: bool = False  # whether the job ends with it, even if restarts are left
     port: int = 0  # of node 0: free on its host, for torch's own store in the next generation
 
     @classmethod
     def of_ranks(cls, node: int, exits: list[RankExit]) -> NodeExit:
-        """Return how the generation whose ranks ended so has ended on `node`."""
+        """Return the end of a generation on `node`, from those of its ranks."""
         root = root_cause(exits)
         if root is None:
             left = any(one.code == AGAIN for one in exits)
@@ -76,7 +76,7 @@ class NodeExit(msgspec.Struct, frozen=True):
 
 
 class _Joined(msgspec.Struct, frozen=True, array_like=True):
-    """What a node says when it joins; `port` is as that of `NodeExit`, for the first generation."""
+    """A node's entry when it joins; `port` is as that of `NodeExit`, for the first generation."""
 
     ranks: int
     options: list[int]
@@ -88,9 +88,9 @@ class Nodes:
     """This node's part in a job; `close()` it at the end.
 
     `placement` is the first rank of this node and the world size; None until all nodes have joined.
-    `token` is the job's, by which the store's clients are let in, and `job` its name.
-    `watching` tells the nodes where each of them can be watched; `listen` is for it.
-    With several nodes a thread sets the attributes.
+    `token` is the job's, which the store's clients have to hold, and `job` its name. `watching`
+    exchanges the nodes' addresses for watchers; `listen` is for it. With several nodes a thread
+    sets the attributes.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Nodes:
         self.endpoint = self._server.endpoint
 
     def awaited(self) -> str:
-        """Return what this node waits for before it can begin, and how long."""
+        """Return this node's wait before it can begin, in words, and its length."""
         names = ", ".join(map(str, sorted(self._missing - {self._node_rank})))
         trouble = ""
         try:
@@ -147,14 +147,12 @@ class Nodes:
         )
 
     def check(self) -> None:
-        """Raise why this node cannot go on, if it cannot."""
+        """Raise the error for which this node cannot go on, if any."""
         if self._error is not None:
             raise self._error
 
     def master_port(self, generation: int) -> int:
-        """Return the port of rank 0's host that torch's own store has in this generation. It was
-        kept free until now.
-        """
+        """Return the port of rank 0's host for torch's own store; it was kept free until now."""
         if self._reserved is not None:
             self._reserved.close()
             self._reserved = None
@@ -163,7 +161,7 @@ class Nodes:
         return next((one.port for one in self._written_of(generation - 1) if one.node == 0), 0)
 
     def write(self, ended: NodeExit) -> None:
-        """Tell all nodes how the next generation has ended on this one."""
+        """Tell all nodes the end of the next generation on this one."""
         self._written = time.monotonic()
         if self._node_rank == 0:
             ended = msgspec.structs.replace(ended, port=self._reserve())
@@ -174,10 +172,10 @@ class Nodes:
         return any(one.failed for one in self._written_of(generation))
 
     def outcome(self, generation: int) -> list[NodeExit] | None:
-        """Return how a generation ended on each node, in the order of writing; None: not yet.
+        """Return the ends of a generation on all nodes, in the order of writing; None: not yet.
 
-        The others have some time from when this node has written: `_SETTLE` seconds after a
-        failure, after which the job ends, and else `PATIENCE`.
+        The others have some time after this node's entry: `_SETTLE` seconds after a failure, after
+        which the job ends, else `PATIENCE`.
         """
         log = self._written_of(generation)
         missing = sorted(set(range(self._nodes)) - {one.node for one in log})
@@ -192,7 +190,7 @@ class Nodes:
         return [*log, *(NodeExit(node, True, summary, True, 1, final=True) for node in missing)]
 
     def close(self, seconds: float) -> bool:
-        """Leave the job; return whether the thread has ended, for which this waits so long."""
+        """Leave the job; wait for the thread at most `seconds`, and return whether it has ended."""
         if self._nodes > 1:
             self._closing.set()
             self._thread.join(seconds)
@@ -216,7 +214,7 @@ class Nodes:
         return StoreServer(listener, self._token.encode(), job=self._job)
 
     def _listen(self, deadline: float) -> socket.socket:
-        """Return node 0's listener. Its name may not be known yet, as a pod's: tries again."""
+        """Return node 0's listener. Its name may not resolve yet, as a pod's: try again."""
         failure = OSError()
         for _ in tries(deadline):
             try:
@@ -262,9 +260,9 @@ class Nodes:
         )
 
     def _find_store(self, deadline: float) -> StoreClient:
-        """Return the store of node 0, not the one of a job that this node was in and that ends.
+        """Return the store of node 0, not that of this node's former job, which ends.
 
-        Who starts nodes again, as Kubernetes does, may be sooner than node 0's last words.
+        Kubernetes may restart a node before node 0's former launcher has ended.
         """
         while True:
             try:
@@ -319,7 +317,7 @@ class Nodes:
         return self.watching.places[node].first_rank, first_rank
 
     def _exchange(self, store: StoreClient) -> None:
-        """Write what there is to write, and read the log, until `close()`."""
+        """Write the pending entries, and read the log, until `close()`."""
         written = 0
         while not self._closing.wait(_POLL) or self._unwritten:
             while self._unwritten:

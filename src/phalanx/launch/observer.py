@@ -1,4 +1,4 @@
-"""What a launcher tells those who watch its job, and where its other nodes can be watched."""
+"""Reports of a launcher to the watchers of its job, and the addresses of its other nodes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from phalanx.launch.supervisor import RankProcess
     from phalanx.wire.control import Endpoint
 
-_LOOK_EVERY = 5  # calls of `meet` between two looks whether somebody watches on another node
+_LOOK_EVERY = 5  # calls of `meet` between two checks for watchers on other nodes
 
 
 class Observer:
-    """An observer that tells nobody anything; `ops/observe/watch/launcher.py` has one that does.
+    """An observer that reports nothing; `ops/observe/watch/launcher.py` has one that does.
 
-    private   a folder made for this job alone, which whoever ends the job removes; "" for none
+    private   a folder made for this job alone, which the end of the job removes; "" for none
     nodes     the other nodes of the job, if there are any
     """
 
@@ -36,18 +36,18 @@ class Observer:
     nodes: Nodes | None = None
 
     def environment(self) -> dict[str, str]:
-        """Return what ranks find in their environment."""
+        """Return the variables for the ranks' environment."""
         return {}
 
     def listen(self, toward: Endpoint, token: str, ranks: int) -> str:
-        """Serve this node, of so many ranks, to those who watch on other nodes and hold the token.
+        """Serve this node, of `ranks` ranks, to watchers on other nodes that hold the token.
 
         Returns the address. `MisuseError`, `BackendUnavailableError` or OSError if it cannot.
         """
         raise MisuseError(f"{hooks.OPS} is not installed on it")
 
     def begin(self, generation: int, world_size: int) -> None:
-        """Tell that a generation of ranks begins."""
+        """Report the beginning of a generation of ranks."""
 
     def look(
         self,
@@ -56,13 +56,13 @@ class Observer:
         *,
         now: bool = False,
     ) -> None:
-        """Tell how the ranks are, if somebody watches, and it is time to, or `now`.
+        """Report the ranks' state, if somebody watches, and it is time, or `now`.
 
-        output   what each rank has printed last, if this process has seen it
+        output   the last output of each rank, if this process has seen it
         """
 
     def end(self, how: str) -> None:
-        """Tell how the job has ended."""
+        """Report the end of the job."""
 
 
 def observer(name: str, node: int, environ: Mapping[str, str]) -> Observer:
@@ -74,12 +74,12 @@ def observer(name: str, node: int, environ: Mapping[str, str]) -> Observer:
 
 
 class NodePlace(msgspec.Struct, kw_only=True, frozen=True):
-    """A node of a job: which ranks it has, and where it can be watched.
+    """A node of a job: its ranks, and its address for watchers.
 
     node, host         its number, and the name of its host
-    first_rank, ranks  the first of its ranks, and how many they are
-    address            host:port; "" while it has not said
-    reason             why it does not listen; "" if it does, or has not said
+    first_rank, ranks  the first of its ranks, and their number
+    address            host:port; "" while it is unknown
+    reason             why it does not listen; "" if it does, or that is unknown
     """
 
     node: int
@@ -94,9 +94,9 @@ class NodePlace(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class OtherNodes(msgspec.Struct, kw_only=True):
-    """What a launcher leaves for those who watch on its host, of a job with several launchers.
+    """A launcher's note for the watchers on its host, if the job has several launchers.
 
-    token   by which they let them in
+    token   that these nodes ask of watchers
     nodes   all but this one
     """
 
@@ -105,11 +105,11 @@ class OtherNodes(msgspec.Struct, kw_only=True):
 
 
 class WatchedNodes:
-    """Where the nodes of a job can be watched: what their launchers tell each other in its store.
+    """The nodes' addresses for watchers, which their launchers exchange in the job's store.
 
-    listen    `listen(endpoint, token, ranks)` returns where this node can be watched, or raises why
-              it cannot; it is called when somebody watches the job, on any node
-    watched   is to be set when somebody watches on this node
+    listen    `listen(endpoint, token, ranks)` returns this node's address for watchers; raises if
+              there is none; it is called when somebody watches the job, on any node
+    watched   to be set when somebody watches on this node
     places    the nodes, as soon as all have joined
     """
 
@@ -117,19 +117,19 @@ class WatchedNodes:
         self.watched = threading.Event()
         self.places: dict[int, NodePlace] = {}
         self._node, self._listen = node, listen
-        self._token, self._calls = "", 0  # the token of those who watch, when somebody does
+        self._token, self._calls = "", 0  # the token of watchers, once there are some
 
     def others(self) -> OtherNodes | None:
-        """Return where the other nodes can be watched, as far as they have said; None: not yet."""
+        """Return the known places of the other nodes; None: not yet."""
         if not self._token:
             return None
         nodes = [place for place in self.places.values() if place.node != self._node]
         return OtherNodes(token=self._token, nodes=nodes)
 
     def meet(self, store: StoreClient, master: Endpoint) -> None:
-        """When somebody watches, on any node, listen here; there, learn where the others do.
+        """Listen here when somebody watches, on any node, and learn the others' addresses.
 
-        Where the job was given no token, theirs is drawn here, and stands in the store.
+        If the job was given no token, that of the watchers is drawn here, and stands in the store.
         """
         self._calls += 1
         watched, key = self.watched.is_set(), "phalanx/watch"
@@ -158,8 +158,9 @@ class WatchedNodes:
 
 
 def _token_of_watchers(drawn: str) -> str:
-    """Return by what the nodes of a job let each other's watchers in: it follows from the job's
-    token. `drawn` is it where there is none, as ranks have one of rank 0 then.
+    """Return the token of the nodes' watchers, which is derived from the job's.
+
+    `drawn` is it without a token of the job: the ranks have one of rank 0's then.
     """
     given = find_token()
     return hmac.digest(given.encode(), b"phalanx watch", "sha256").hex() if given else drawn

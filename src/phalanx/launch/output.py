@@ -23,9 +23,9 @@ from collections.abc import Callable
 from typing import TextIO
 
 LONGEST_LINE = 1 << 20  # bytes kept until a line's end comes; a longer one is shown in pieces
-_PIECE, _MOST = 1 << 16, 1 << 20  # bytes read at once, and of what is left in a pipe at the end
+_PIECE, _MOST = 1 << 16, 1 << 20  # bytes read at once, and of the rest of a pipe at the end
 _LOOK = 0.05
-_KEPT = 2000  # bytes of a rank's last output, for who watches the job
+_KEPT = 2000  # bytes of a rank's last output, for watchers of the job
 
 
 class RankLines:
@@ -34,9 +34,9 @@ class RankLines:
         rank 0: "los"   rank 1: "hello\n"   rank 0: "s 3\n"
         -> "[rank 1] hello\n"  "[rank 0] loss 3\n"
 
-    Bytes go through as they are, whatever their encoding. A reader that has gone away is no
-    error: the ranks go on. `finish()` passes on what has no end of line. `last` gets the end of
-    what each rank has written last.
+    Bytes of any encoding go through unchanged. A reader that has gone away is no error: the ranks
+    go on. `finish()` passes on lines without an end. `last` gets the end of each rank's latest
+    output.
     """
 
     def __init__(self, descriptor: int, last: dict[int, bytes] | None = None) -> None:
@@ -45,7 +45,7 @@ class RankLines:
         self._begun: dict[int, bytes] = {}
 
     def write(self, rank: int, data: bytes) -> None:
-        """Take what `rank` has written, any part of it."""
+        """Take a piece of the output of `rank`."""
         lines, newline, rest = (self._begun.pop(rank, b"") + data).rpartition(b"\n")
         if len(rest) >= LONGEST_LINE:
             lines, newline, rest = lines + newline + rest, b"\n", b""
@@ -57,7 +57,7 @@ class RankLines:
             self._pass_on(prefix + lines.replace(b"\n", b"\n" + prefix) + b"\n")
 
     def finish(self) -> None:
-        """Pass on the lines that have begun, as whole ones."""
+        """Pass on unfinished lines as whole ones."""
         for rank in list(self._begun):
             self.write(rank, b"\n")
 
@@ -68,14 +68,14 @@ class RankLines:
                 left = left[os.write(self._descriptor, left) :]
             except BlockingIOError:  # another program has made it non-blocking
                 select.select([], [self._descriptor], [])
-            except OSError:  # nobody reads it: what follows, this program's own too, goes nowhere
+            except OSError:  # nobody reads it: later output, this program's own too, is dropped
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self._descriptor)
                 os.close(nowhere)
 
 
 class LiveRankLines:
-    r"""The same for a stream that is an object, and a line that is still written over with "\r".
+    r"""`RankLines` for a stream that is an object, with lines that are rewritten after "\r".
 
         rank 0: "\r 10%"      rank 1: "hello\n"                       rank 0: "\r 20%\n"
         -> "[rank 0]  10%"    "\r[rank 1] hello\n" "[rank 0]  10%"    "\r[rank 0]  20%\n"
@@ -94,7 +94,7 @@ class LiveRankLines:
         self._owner = -1  # its rank
 
     def write(self, rank: int, data: bytes) -> None:
-        """Take what `rank` has written, any part of it."""
+        """Take a piece of the output of `rank`."""
         text = self._begun.pop(rank, "") + self._decoders[rank].decode(data)
         *lines, rest = _MOVES.sub("", text).split("\n")
         if len(rest) >= LONGEST_LINE:
@@ -110,7 +110,7 @@ class LiveRankLines:
         self._pass_on("".join(f"{prefix}{_seen(line)}\n" for line in lines), live)
 
     def finish(self) -> None:
-        """Pass on the lines that have begun, as whole ones."""
+        """Pass on unfinished lines as whole ones."""
         for rank in list(self._begun):
             self.write(rank, b"\n")
 
@@ -128,24 +128,24 @@ class LiveRankLines:
             if self._stream is not None:
                 self._stream.write(text)
                 self._stream.flush()
-        except Exception:  # whatever it is: the ranks go on, and write to nobody
+        except Exception:  # in any case: the ranks go on, and their output is dropped
             self._stream = None
 
 
-_UP = "\x1b[A"  # what moves a terminal's cursor one line up
+_UP = "\x1b[A"  # moves a terminal's cursor one line up
 _MOVES = re.compile(r"\x1b\[A\n|\x1b\[\?25[hl]")  # up and down again; and hide or show the cursor
 
 
 def _seen(line: str) -> str:
-    """Return what a terminal shows of `line` when all of it has been written."""
+    """Return the text that a terminal shows after all of `line` is written."""
     return line.rstrip("\r").rpartition("\r")[2]
 
 
 class RankPipes:
-    """Shows what ranks write to their standard output and errors, until `close()`; in a thread.
+    """A thread that shows the ranks' standard output and errors, until `close()`.
 
-    `out` and `err` are those of this process: descriptors, or streams. `last` holds the end of what
-    each rank has written last; not of a rank that writes to streams.
+    `out` and `err` are those of this process: descriptors, or streams. `last` holds the end of each
+    rank's latest output; not of a rank that writes to streams.
     """
 
     def __init__(self, out: int | TextIO, err: int | TextIO) -> None:
@@ -179,9 +179,9 @@ class RankPipes:
         return writers[0], writers[1]
 
     def close(self, give_up: Callable[[], bool] = lambda: False) -> bool:
-        """Pass on all that has been written, and close the pipes; return whether that is done.
+        """Pass on all output, and close the pipes; return whether that is done.
 
-        It is not where `give_up()` is true before, while the reader of the output takes nothing.
+        It is not if `give_up()` is true before, while the reader of the output takes nothing.
         """
         if self._writer >= 0:
             os.close(self._writer)  # which wakes the thread
@@ -210,7 +210,7 @@ class RankPipes:
         self._selector.close()
 
     def _take(self, key: selectors.SelectorKey) -> bool:
-        """Pass on one piece of what is in a pipe; return whether there was one."""
+        """Pass on one piece from a pipe; return whether there was one."""
         try:
             data = os.read(key.fd, _PIECE)
         except BlockingIOError:

@@ -1,6 +1,6 @@
-"""What a pod's environment says: the options of `phalanx run` in Kubernetes, if none are given.
+"""A pod's environment: the default options of `phalanx run` in Kubernetes.
 
-A pod is a host. Its controller has set which one it is: an indexed Job or a JobSet sets
+A pod is a host. Its controller sets its number: an indexed Job or a JobSet sets
 JOB_COMPLETION_INDEX, a TrainJob of Kubeflow PET_* (sources: `ops/clusters/kubernetes.py`).
 """
 
@@ -14,7 +14,7 @@ from phalanx.wire.control import parse_address
 
 
 class PodOptions(NamedTuple):
-    """Which node this is, and what the nodes have in common: the options of `phalanx run`."""
+    """This node's number, and the common options of the nodes: those of `phalanx run`."""
 
     ranks: int
     nodes: int
@@ -30,15 +30,15 @@ def read_pod(
     node_rank: int | None = None,
     master: str = "",
 ) -> PodOptions:
-    """Return the options; those that were not given are what the pod's controller has set.
+    """Return the options; those that were not given are taken from the pod's controller.
 
         -n            PET_NPROC_PER_NODE                     else 1
         --nnodes      PET_NNODES                             else 1
         --node-rank   PET_NODE_RANK, JOB_COMPLETION_INDEX    else 0
         --master      PET_MASTER_ADDR and PET_MASTER_PORT
 
-    One node is node 0: the pods of an indexed Job may be jobs of their own. `MisuseError` for what
-    is no number or no address.
+    One node is node 0: the pods of an indexed Job may be jobs of their own. `MisuseError` for a
+    value that is no number or no address.
     """
     if ranks is None:
         ranks = _number(environ, "PET_NPROC_PER_NODE", "-n", least=1)

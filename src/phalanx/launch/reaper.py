@@ -1,14 +1,14 @@
-"""The reaper: a small process that kills what a killed supervisor leaves behind.
+"""The reaper: a small process that kills the processes of a killed supervisor.
 
     supervisor --- pipe: "+812\n" process 812 runs, "-812\n" it has ended --->  reaper
         `- rank (process 812, a session of its own) - its data loader's workers, and so on
 
-When the supervisor is killed, whatever killed it, the pipe closes. The reaper then kills the
-processes that ran, each with its whole session, removes the working folder if there is one, and
-ends. The kernel kills ranks with their parent, too (`die_with_parent`), but only those that
-have already asked for it, and not what they have started themselves.
+When the supervisor is killed, the pipe closes. The reaper then kills the processes that ran, each
+with its whole session, removes the working folder if there is one, and ends. The kernel kills ranks
+with their parent, too (`die_with_parent`), but only those that have already asked for it, and not
+their own children.
 
-The reaper leads a session of its own, so that what ends the supervisor's session spares it. This
+The reaper leads a session of its own, so that the end of the supervisor's session spares it. This
 file is also the reaper's program (`python -I -S`): it imports nothing but the standard library.
 """
 
@@ -27,7 +27,7 @@ _POLL = 0.5  # seconds between looks at the parent: a fork of it may hold the pi
 class Reaper:
     """This process's reaper, in a `with` statement, at whose end it ends without killing anything.
 
-    `folder`, if given, is removed after this process was killed. Where no reaper can be started (no
+    `folder`, if given, is removed after this process was killed. If no reaper can be started (no
     memory, say) there is none, and nothing else changes.
     """
 
@@ -46,7 +46,7 @@ class Reaper:
             )
 
     def hold(self, pid: int) -> None:
-        """Have process `pid`, which leads a session, killed if this process is."""
+        """Let the reaper kill process `pid`, which leads a session, if this process is killed."""
         self._send(f"+{pid}\n")
 
     def release(self, pid: int) -> None:
@@ -82,11 +82,11 @@ def end_session(pid: int) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """End this process, at once and whatever it does, when its `parent` (a process id) ends.
+    """End this process at once when its `parent` (a process id) ends.
 
     On Linux the kernel sees to it (when the thread ends that started this process, to be exact:
     supervisors' threads stay until their ranks have ended); elsewhere a thread looks twice a
-    second. For what this process has started itself, and until this call, there is the `Reaper`.
+    second. This process's own children, and the time before this call, are the `Reaper`'s.
     """
     if sys.platform == "linux":
         import ctypes  # noqa: PLC0415 -- the reaper's own program needs none
@@ -116,7 +116,7 @@ def _main() -> None:
     while True:
         alive = os.getppid() == parent
         if select.select([0], [], [], _POLL if alive else 0)[0]:
-            data = os.read(0, 1 << 16)  # also what a parent that has ended wrote before
+            data = os.read(0, 1 << 16)  # also the bytes that a parent wrote before its end
             if not data:
                 break
             *lines, rest = (rest + data).split(b"\n")

@@ -1,11 +1,11 @@
-"""How a rank ended, and what the user is told when one has failed.
+"""The end of a rank, and the report to the user when one has failed.
 
-A rank sends its supervisor a `RankReport`: what its function returned, or how it failed. With the
-exit code of the process it makes a `RankExit`. When rank 2 fails, ranks 0, 1 and 3 lose their peer
-and fail too; all exits of a run are put in this order, and the first is the root cause:
+A rank sends its supervisor a `RankReport`: the result of its function, or its failure. Together
+with the exit code of the process that is a `RankExit`. When rank 2 fails, ranks 0, 1 and 3 lose
+their peer and fail too; all exits of a run are put in this order, and the first is the root cause:
 
     1. errors of a rank's own, and exits that nobody ordered, by time
-    2. lost peers, and whatever was raised while handling one; ranks told to stop; by time
+    2. lost peers, and errors raised while handling one; ranks told to stop; by time
 
 Exit code 75 is no failure: all ranks left together, after a notice, and ask to be started again.
 """
@@ -46,7 +46,7 @@ _HEADER = 8  # bytes of the length that goes before a report
 Dumps = Callable[[object], bytes]  # pickle's, or cloudpickle's
 
 
-class RankTraceback(Exception):  # noqa: N818 -- it is no error, it is where one was
+class RankTraceback(Exception):  # noqa: N818 -- it is no error, but the place of one
     """The traceback of an error that was raised in another process, as text: a `__cause__`."""
 
     def __init__(self, rank: int, text: str) -> None:
@@ -60,30 +60,30 @@ class RankTraceback(Exception):  # noqa: N818 -- it is no error, it is where one
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank says about its own end: its result, or how it failed.
+    """A rank's report of its own end: its result, or its failure.
 
-    Reports, and what they carry, are the only pickles of Phalanx: between a process and children
-    that it started itself.
+    Reports and their contents are the only pickles of Phalanx: between a process and children that
+    it started itself.
     """
 
     rank: int
     failed: bool
-    # The pickled result, or the pickled error where somebody will raise it.
+    # The pickled result, or the pickled error if a caller will raise it.
     payload: bytes = field(default=b"", repr=False)
     summary: str = ""  # one line: the error, or the call that ended the rank
-    traceback: str = field(default="", repr=False)  # "" where it says no more than the summary
+    traceback: str = field(default="", repr=False)  # "" if it has no more than the summary
     follows: bool = False  # whether another rank's failure led to this one
     time: float = field(default_factory=time.monotonic)  # the processes of a host share this clock
     code: int = 1  # with which a rank that has failed ends
 
     def encode(self) -> bytes:
-        """Return the report as it goes over a stream: its length in bytes goes before it."""
+        """Return the report as bytes for a stream, after their length."""
         data = pickle.dumps(self)
         return len(data).to_bytes(_HEADER, "big") + data
 
     @staticmethod
     def decode(received: bytearray) -> RankReport | None:
-        """Return the report that has been received, or None while it is not whole."""
+        """Return the report in the received bytes, or None while it is not whole."""
         size = int.from_bytes(received[:_HEADER], "big")
         if size == 0 or len(received) < _HEADER + size:
             return None
@@ -92,7 +92,7 @@ class RankReport:
         return report
 
     def result(self) -> Any:
-        """Return the rank's result; `MisuseError` where this process cannot unpickle it."""
+        """Return the rank's result; `MisuseError` if this process cannot unpickle it."""
         try:
             return pickle.loads(self.payload)
         except Exception as error:
@@ -177,7 +177,7 @@ def follows_from_another(error: BaseException) -> bool:
 
 @dataclass
 class RankExit:
-    """How one rank has ended or will, as far as its supervisor knows."""
+    """The end of one rank, past or to come, as far as its supervisor knows."""
 
     rank: int
     code: int | None = None  # of its process, negative for a signal; None while that runs
@@ -189,7 +189,7 @@ class RankExit:
 
     @property
     def failed(self) -> bool:
-        """Whether the rank has failed, and was not ended by the supervisor before that."""
+        """Return whether the rank has failed, and the supervisor had not ended it before."""
         if self.report is not None:
             return self.report.failed
         if self.owes_result:
@@ -202,14 +202,14 @@ class RankExit:
 
     @property
     def follows(self) -> bool:
-        """Whether another rank's failure led to that of this one."""
+        """Return whether another rank's failure led to that of this one."""
         return self.report is not None and self.report.follows
 
     @property
     def shell_code(self) -> int:
-        """The exit code as a shell counts it: 128 more than a signal's number, and never 0.
+        """Return the exit code as a shell has it: 128 plus a signal's number, and never 0.
 
-        A rank that has reported is killed if it takes its time to end: its report has the code.
+        A rank that has reported is killed if it does not end soon: its report has the code.
         """
         code = self.code or 0
         if self.report is not None:
@@ -232,7 +232,7 @@ def root_cause(exits: Iterable[RankExit]) -> RankExit | None:
 
 
 def describe_exit_code(code: int) -> str:
-    """Return how a process ended in words: `exit code 3`, or `killed by signal 9 (SIGKILL)`."""
+    """Return the end of a process in words: `exit code 3`, or `killed by signal 9 (SIGKILL)`."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -242,7 +242,7 @@ def describe_exit_code(code: int) -> str:
 
 
 def describe_failure(failed: RankExit, *, brief: bool = False) -> str:
-    """Return how one rank failed: a line, and its traceback if it left one; `brief`: the line."""
+    """Return one rank's failure: a line, and its traceback if it left one; `brief`: the line."""
     code, report = failed.code or 0, failed.report
     if report is None:
         how = "was" if code < 0 else "failed:"
@@ -260,8 +260,8 @@ def print_failure(exits: Collection[RankExit], elsewhere: str = "") -> None:
     """Write the report of the first failure to stderr.
 
     Ranks that ended with exit code 0 or 75 are named, too: they ended too soon for the others, if
-    these lost a peer or waited in vain. `elsewhere` says in one line what has failed on another
-    node; failures here follow from that.
+    these lost a peer or waited in vain. `elsewhere` names in one line the failure on another node
+    that led to those here.
     """
     root = root_cause(exits)
     lines: list[str] = []
@@ -294,7 +294,7 @@ def print_restart(exits: Collection[RankExit], elsewhere: str, restart: str) -> 
 def format_traceback(error: BaseException, *, hide: Collection[str]) -> str:
     """Return the traceback of `error` as text, without its first frames that are in files `hide`.
 
-    An error that has no other frame (a script with a syntax error) has no frames then.
+    An error without other frames (a script with a syntax error) has no frames then.
     """
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in hide:

@@ -7,12 +7,12 @@
 
 All ranks of one start are a generation. When a rank has failed all are stopped, and with
 --max-restarts the next generation starts. Ranks that have left together, with exit code 75 after a
-notice (`phalanx.Notice`), are not started again here: that is for who has started the launcher.
+notice (`phalanx.Notice`), are not started again here: that is up to the launcher's own starter.
 
 On one host everything stays on it: the store at which the ranks have their rendezvous listens on
 loopback, and the job's token is fresh. On several, node 0 holds the store at --master (nodes.py),
-and PHALANX_TOKEN or PHALANX_TOKEN_FILE has to be set on every host: who has it may join, and nobody
-else. With --insecure the token is one that everybody knows.
+and PHALANX_TOKEN or PHALANX_TOKEN_FILE has to be set on every host: only its holders may join. With
+--insecure the token is one that everybody knows.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _KNOWN_TO_ALL = "everybody knows this token: --insecure"
 
 @dataclass(frozen=True)
 class Job:
-    """One script on `ranks` ranks of this host, and as many of each of `nodes` hosts."""
+    """One script on `ranks` ranks of this host, and as many on each of `nodes` hosts."""
 
     ranks: int
     target: str  # a script's path, or with `module` the name of a module
@@ -77,7 +77,7 @@ class Job:
     insecure: bool = False  # whether a job on several hosts may run without a token
 
     def check(self) -> None:
-        """Raise what is wrong: `InvalidWorldSizeError`, `InvalidRankError` or `MisuseError`."""
+        """Raise `InvalidWorldSizeError`, `InvalidRankError` or `MisuseError` for wrong options."""
         if self.ranks < 1 or self.nodes < 1:
             raise InvalidWorldSizeError(
                 f"-n {self.ranks} --nnodes {self.nodes}: it takes at least one rank and one node"
@@ -126,29 +126,31 @@ class Job:
     def token(self) -> str:
         """Return the job's token: that of the environment, or a fresh one for a job on one host.
 
-        "" where all launchers are on one host, by a loopback address: then only it is let in.
+        "" if all launchers are on one host, by a loopback address, which alone is let in then.
         """
         if self.nodes == 1:
             return find_token() or secrets.token_hex(32)
         return find_token() or (_KNOWN_TO_ALL if self.insecure else "")
 
     def processors(self) -> list[Processors]:
-        """Return those on which each rank of this host runs; empty ones for all. See `check`."""
+        """Return the processors of each rank of this host; empty ones for all. See `check`."""
         return bind(self.bind, self.ranks) if self.bind else [frozenset[int]()] * self.ranks
 
 
 def run(job: Job) -> int:
-    """Run `job` to its end; return the exit code: 0, or that of the rank that failed first, or 75
-    if ranks ended with that, and none failed: they have left, and ask to be started again.
+    """Run `job` to its end; return the exit code.
+
+    0, or that of the rank that failed first. 75 if ranks ended with that and none failed: they have
+    left, and ask to be started again. 128 more than the number of a signal that ended the job
+    (SIGINT, SIGTERM, SIGHUP, SIGQUIT), unless ranks left: it goes to the ranks, which have
+    `job.grace` seconds. SIGUSR1 and SIGUSR2 go to the ranks, and nothing else follows.
 
     Each line that a rank prints appears here behind "[rank 3] ". When a rank fails the others are
     stopped, and the report of the first failure comes last, on stderr. A failure of the launch
-    itself is a `BackendUnavailableError`. A signal that ends a program (SIGINT, SIGTERM, SIGHUP,
-    SIGQUIT) goes to the ranks, which have `job.grace` seconds; the exit code is 128 more, unless
-    they have left. SIGUSR1 and SIGUSR2 go to the ranks, and nothing else follows.
+    itself is a `BackendUnavailableError`.
 
-    Ends this process itself where a thread still waits, inside torch or for the reader of the
-    output: nothing else ends such a thread.
+    Ends this process itself if a thread still waits, inside torch or for the reader of the output:
+    nothing else ends such a thread.
     """
     open_standard_streams()
     with Signals() as signals:
@@ -163,7 +165,7 @@ def run(job: Job) -> int:
             launch = _Launch(job, reaper, signals, watch)
             try:
                 code = launch.run()
-            except Exception as error:  # after a signal, whatever was raised follows from it
+            except Exception as error:  # after a signal, any error follows from it
                 launch.tell_why(error)
                 if not signals.received:
                     raise
@@ -176,7 +178,7 @@ def run(job: Job) -> int:
 
 
 class _Launch:
-    """One `phalanx run` on this host: generations of ranks, and what the nodes agree on."""
+    """One `phalanx run` on this host: generations of ranks, and the nodes' decisions."""
 
     def __init__(self, job: Job, reaper: Reaper, signals: Signals, watch: Observer) -> None:
         self._job = job
@@ -215,7 +217,7 @@ class _Launch:
             exits = self._run_generation(*self._nodes.placement)
             while (outcome := self._nodes.outcome(self._generation)) is None:
                 self._wait()
-            # Whatever is in the log: what this node's own ranks did counts here.
+            # In spite of the log, the end of this node's own ranks counts here.
             own = NodeExit.of_ranks(job.node_rank, exits)
             failed = [node for node in (*outcome, own) if node.failed]
             self._how = "it has ended well"
@@ -255,7 +257,7 @@ class _Launch:
         return self._nodes.close(seconds) and self._shown
 
     def _run_generation(self, first_rank: int, world_size: int) -> list[RankExit]:
-        """Run all ranks of this host once; return how they ended, when their output is shown."""
+        """Run all ranks of this host once; return their ends, when their output is shown."""
         job, signals, environ = self._job, self._signals, self._environment(world_size)
         words = ["module" if job.module else "script", job.target, *job.args]
         pipes = RankPipes(sys.stdout.fileno(), sys.stderr.fileno())
@@ -317,20 +319,20 @@ class _Launch:
         self._nodes.check()
 
     def _give_up(self) -> bool:
-        """Return whether the time is over in which the reader of the output may take the rest."""
+        """Return whether the reader of the output is out of time for the rest."""
         if self._signals.received:
             self._last_call = min(self._last_call, time.monotonic() + _LAST_CALL)
         return time.monotonic() > self._last_call
 
     def _threads(self) -> int:
-        """Return how many threads each rank has to compute with: as many as it has cores."""
+        """Return each rank's number of threads to compute with: that of its cores."""
         bound = self._processors
         if not bound[0]:
             return threads_per_rank(self._job.ranks)
         return max(1, min(len(own) // bound.count(own) for own in bound))
 
     def _environment(self, world_size: int) -> dict[str, str]:
-        """Return what all ranks of this host find in their environment: as under `torchrun`."""
+        """Return the environment of all ranks of this host: as under `torchrun`."""
         job, endpoint = self._job, self._nodes.endpoint
         environ = {
             "OMP_NUM_THREADS": str(self._threads()),
@@ -371,7 +373,7 @@ class _Launch:
 
 
 class Interrupted(Exception):  # noqa: N818 -- it is no error
-    """Raised by the launcher's loop when a signal has come, whose number it carries."""
+    """Raised by the launcher's loop for a signal, whose number it carries."""
 
 
 class Signals:
@@ -383,7 +385,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.received: list[int] = []  # the signals that came, in order, of those that end programs
-        self._passed: list[int] = []  # of the others, those that nobody has taken
+        self._passed: list[int] = []  # of the others, those not taken yet
         # Readable from when a signal has come; none in a thread that is not the main one.
         self.descriptors: list[int] = []
         self._undo = ExitStack()
@@ -394,7 +396,7 @@ class Signals:
             raise Interrupted(self.received[0])
 
     def take(self) -> list[int]:
-        """Return the signals for the ranks that have come since, and be woken up anew by others."""
+        """Return the signals for the ranks that have come since; let others wake the loop again."""
         for reader in self.descriptors:
             with suppress(BlockingIOError):
                 os.read(reader, 1 << 12)
@@ -403,7 +405,7 @@ class Signals:
         return taken
 
     def forget(self) -> None:
-        """Go on as if no signal had come: all that one asked for is done."""
+        """Go on as if no signal had come: it has had its effect."""
         self.take()
         self.received.clear()
 
@@ -446,6 +448,6 @@ class Signals:
 
 
 def announce_end(signum: int) -> int:
-    """Tell the user why it all ended; return the exit code, as a shell counts it."""
+    """Tell the user why the job ended; return the exit code, as a shell has it."""
     sys.stderr.write(f"stopped by {signal.Signals(signum).name}\n")
     return 128 + signum

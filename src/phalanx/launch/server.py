@@ -24,12 +24,12 @@ log = logging.getLogger("phalanx")
 class DoorServer(ABC):
     """A `Door`, and the thread that lets callers in.
 
-    listener   where clients call; the server's from now on
+    listener   the socket that clients call; the server's from now on
     token      that they have to hold; b"": only this host is let in
-    lock       is held while anything is called; the thread does not hold it while it waits
+    lock       held during every call; the thread does not hold it while it waits
 
     An error inside costs the callers that have not proved themselves yet, and a line in the log;
-    the port stays open. What a subclass needs has to be there before it calls this constructor.
+    the port stays open. A subclass sets its attributes before it calls this constructor.
     """
 
     label: str
@@ -49,11 +49,11 @@ class DoorServer(ABC):
 
     @abstractmethod
     def admit(self, peer: int) -> str | None:
-        """Return why one who holds the token is turned away all the same, or None."""
+        """Return why a holder of the token is turned away all the same, or None."""
 
     @abstractmethod
     def link_opened(self, peer: int, sock: socket.socket, surplus: bytes) -> None:
-        """Serve a client that is in."""
+        """Serve a client that has been let in."""
 
     def close(self) -> None:
         """Listen no more. May be repeated."""
@@ -76,9 +76,9 @@ class DoorServer(ABC):
 def call(
     endpoint: Endpoint, identity: Identity, token: bytes, tls: Tls, seconds: float
 ) -> tuple[socket.socket, bytes]:
-    """Return a connection to a server that has let this process in, and what came behind that.
+    """Return a connection to a server that has let this process in, and the bytes behind that.
 
-    Blocks for so many seconds at most until it is connected, and until it is in; they become the
+    Blocks for at most `timeout` seconds until it is connected, and until it is in; they become the
     socket's timeout. Raises `Refused`, or OSError (TimeoutError when the other side is silent).
     """
     sock = socket.create_connection(endpoint, seconds)

@@ -27,17 +27,17 @@ def simulate(
     """Run `fn(backend)` on `world_size` ranks, threads of this process; return their results.
 
     One rank runs at a time, until it waits for another; the next one is drawn from `seed`. So the
-    run is the same each time, whatever the machine does, and another seed gives another order of
-    events. Each rank has its own random state (torch, numpy, random), which depends on the seed
-    and the rank; the caller's is as before afterwards.
+    run is the same each time on every machine, and another seed gives another order of events. Each
+    rank has its own random state (torch, numpy, random), which depends on the seed and the rank;
+    the caller's is as before afterwards.
 
-    When all ranks wait and nothing is in flight, each of them gets a `DeadlockError` at once,
-    which says who waits for whom. Timeouts play no part: nothing here takes time.
+    When all ranks wait and nothing is in flight, each of them gets a `DeadlockError` at once, which
+    names the waits. Timeouts play no part: nothing here takes time.
 
-    If a rank raises, the others are stopped where they wait by a `RankStopped` (which
-    `except Exception` does not catch), and the error is raised here with its own traceback.
-    A rank must wait for others only by way of its backend: one that waits on, say, a queue that
-    another rank fills keeps the scheduler and waits for ever.
+    If a rank raises, a `RankStopped` (which `except Exception` does not catch) stops the others in
+    their waits. The error is raised here with its own traceback. A rank must wait for others only
+    by way of its backend: one that waits on a queue that another rank fills keeps the scheduler and
+    waits for ever.
 
     Raises `InvalidWorldSizeError` if `world_size` is less than 1.
     """

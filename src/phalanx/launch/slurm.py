@@ -1,9 +1,9 @@
-"""Slurm: what `srun` says in the environment, and the token that the ranks of a step share.
+"""Slurm: the environment of `srun`, and the token that the ranks of a step share.
 
     srun -N 2 -n 4 python train.py
 
-    step 77.0, of which every rank knows by the environment, without an export:
-        where rank 0 listens    the first node, at a port that follows from 77 and 0
+    step 77.0; every rank knows from the environment, without an export:
+        rank 0's address        the first node, at a port that follows from 77 and 0
         the job's token         a file in the folder from which the job was submitted:
 
     rank 0   makes the file (0600) --- all ranks meet --- removes it
@@ -32,7 +32,7 @@ from phalanx.errors import (
 )
 from phalanx.files import write
 from phalanx.launch.reaper import die_with_parent
-from phalanx.native.meeting import tries
+from phalanx.native.store_rendezvous import tries
 from phalanx.transport.tcp.addresses import resolve
 from phalanx.transport.tcp.admission import MAKE_ONE, find_token
 from phalanx.wire.control import Endpoint
@@ -47,7 +47,7 @@ _NO_STEP = 0xFFFFFFFA  # from here on: the batch script, an interactive shell, a
 
 
 def step_number(environ: Mapping[str, str]) -> int | None:
-    """Return which of its job's steps this is, or None: it is none that `srun` has started."""
+    """Return the number of this step in its job, or None: `srun` has started none."""
     text = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     return int(text) if text.isdecimal() and int(text) < _NO_STEP else None
 
@@ -83,7 +83,7 @@ def step_port(environ: Mapping[str, str]) -> str:
 
 
 def first_node(environ: Mapping[str, str]) -> str:
-    """Return the host of rank 0: the first of the step's nodes, or "" where none are named."""
+    """Return the host of rank 0: the first of the step's nodes, or "" if none are named."""
     for name in _NODE_LISTS:
         if environ.get(name):
             try:
@@ -116,8 +116,8 @@ def check_first_node(environ: Mapping[str, str], rank: int, endpoint: Endpoint) 
 def die_with_step(environ: Mapping[str, str]) -> None:
     """Let this process end with the slurmstepd that has started it, if one has.
 
-    One that is killed (memory ran out, say) leaves its ranks behind: they would go on training, and
-    Slurm would know nothing of them. A process below the task that srun started stays as it is.
+    A killed one (memory ran out, say) leaves its ranks behind: they would go on training without
+    Slurm's knowledge. A process below the task that srun started stays as it is.
     """
     if environ.get("SLURM_TASK_PID") == str(os.getpid()):
         die_with_parent(os.getppid())
@@ -127,7 +127,7 @@ _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def tasks_on_this_node(environ: Mapping[str, str]) -> int | None:
-    """Return how many ranks run on this host, from a list such as `4(x2),3`; None if unsaid."""
+    """Return the number of ranks on this host, from a list such as `4(x2),3`; None if unsaid."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
     counts: list[int] = []
     for item in text.split(","):
@@ -146,10 +146,10 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Return the hosts that `text` stands for, in its order; `ValueError` if it is no host list.
+    """Return the hosts in `text`, in its order; `ValueError` if it is no host list.
 
-    `node[003-005,9],gpu1` is `node003 node004 node005 node9 gpu1`: the first number of a range
-    says how wide its numbers are. A name may have several brackets.
+    `node[003-005,9],gpu1` is `node003 node004 node005 node9 gpu1`: the first number of a range sets
+    the width of all. A name may have several brackets.
     """
     names = _NAME.findall(text)
     if not names or _NAME.sub("", text).strip(", "):
@@ -177,10 +177,10 @@ def _expand_numbers(numbers: str) -> list[str]:
 
 
 # ------------------------------------------------------------------------------
-# The token of a step. The folder from which a job was submitted is the one of which every rank
-# knows, and which clusters share among their nodes; the working folder may be a rank's own.
+# The token of a step. Every rank knows the folder from which a job was submitted, and clusters
+# share it among their nodes; the working folder may be a rank's own.
 #
-# The file's name holds job, step and restart: what an earlier start left behind is another file.
+# The file's name holds job, step and restart: an earlier start's file is another one.
 # If there is one by this name all the same (numbers of jobs begin anew some day), rank 0 takes the
 # token that is in it, as the others do.
 
@@ -189,10 +189,10 @@ def _expand_numbers(numbers: str) -> list[str]:
 def shared_token(
     environ: MutableMapping[str, str], rank: int, *, one_host: bool, timeout: float
 ) -> Iterator[None]:
-    """Give the ranks of this step a token, if they have none, while they meet in the `with` block.
+    """Give the ranks of this step a token, if they have none, for the `with` block.
 
-    It is PHALANX_TOKEN in `environ` from then on. Where the folder cannot be written to, rank 0
-    logs a warning. `CollectiveTimeoutError` when rank 0's file has not come in `timeout` seconds.
+    It is PHALANX_TOKEN in `environ` from then on. If the folder cannot be written to, rank 0 logs a
+    warning. `CollectiveTimeoutError` when rank 0's file has not come in `timeout` seconds.
     """
     if find_token(environ):
         yield
@@ -222,7 +222,7 @@ def shared_token(
 
 
 def _read(path: Path) -> str:
-    """The token in a file. `AuthenticationError` if there is none, or others can read it."""
+    """Return the token in a file. `AuthenticationError` if there is none, or others can read it."""
     # A network file system looks at a folder anew when it is opened, and not at each lookup in it.
     with suppress(OSError):
         os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY))
@@ -230,7 +230,7 @@ def _read(path: Path) -> str:
 
 
 def _leave(path: Path) -> str:
-    """As rank 0: the token in the file, which is there whole or not at all."""
+    """As rank 0: write the token's file, which is there whole or not at all."""
     with suppress(AuthenticationError):
         return _read(path)
     token = secrets.token_hex(32)

@@ -9,10 +9,9 @@
 
 The supervisor (supervisor.py) watches and ends the ranks, as it does for `phalanx run`.
 
-A function goes by its name, where the ranks can import it. One that is defined in a notebook, a
-console or another function goes by value, and all that it needs of `__main__` with it: cloudpickle
-does that. In a notebook `sys.stdout` is an object, to which a thread (output.py) writes the ranks'
-lines.
+A function goes by its name, if the ranks can import it. One that is defined in a notebook, a
+console or another function goes by value, with its needs from `__main__`: cloudpickle does that. In
+a notebook `sys.stdout` is an object, to which a thread (output.py) writes the ranks' lines.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from phalanx.transport.tcp.addresses import listen_on
 if TYPE_CHECKING:
     from phalanx.core.backend import Backend
 T = TypeVar("T")
-# For ranks whose output is shown here: print at once, and no display of several lines that moves.
+# For ranks whose output is shown here: print at once, without moving displays of several lines.
 _SHOWN: Mapping[str, str] = MappingProxyType({"PYTHONUNBUFFERED": "1", "TTY_INTERACTIVE": "0"})
 
 
@@ -66,21 +65,21 @@ def spawn(
     """Run `fn(backend)` in `world_size` fresh processes of this host; return their results.
 
     Results are in rank order, and come by value: a tensor is a copy. `fn` and the results are
-    pickled: `fn` is a function at the top level of a module, or a `functools.partial` of one. Where
-    cloudpickle is installed (`pip install 'phalanx[notebook]'`), also one of a notebook or console,
-    a lambda, or a function inside another; without, that is a `MisuseError`. `timeout` (seconds) is
-    the default of every call on the backend; the run itself has none. The backend is closed when
-    `fn` returns. OMP_NUM_THREADS, if unset, is each rank's share of the cores.
+    pickled: `fn` is a function at the top level of a module, or a `functools.partial` of one. With
+    cloudpickle (`pip install 'phalanx[notebook]'`), also one of a notebook or console, a lambda, or
+    a function inside another; without, that is a `MisuseError`. `timeout` (seconds) is the default
+    of every call on the backend; the run itself has none. The backend is closed when `fn` returns.
+    OMP_NUM_THREADS, if unset, is each rank's share of the cores.
 
-    Ranks write where this process does. Where `sys.stdout` or `sys.stderr` is an object that no
-    other process can write to, as in a notebook, their lines appear there behind "[rank 3] ".
+    Ranks write to this process's streams. If `sys.stdout` or `sys.stderr` is an object of this
+    process alone, as in a notebook, their lines appear there behind "[rank 3] ".
 
-    When a rank fails the others are stopped, and its error is raised here with its own traceback
-    as `__cause__`: the root cause, not the `PeerLostError`s that follow from it. A rank that was
-    killed, or ended itself, is a `PeerLostError` whose `peer` is that rank. A result that cannot
-    be pickled is a `MisuseError`. Fewer than one rank: `InvalidWorldSizeError`; a name that is no
-    backend: `BackendUnavailableError`. Ctrl-C, or a notebook's interrupt, is a `KeyboardInterrupt`
-    when the ranks have ended. No rank outlives this call, or this process.
+    When a rank fails the others are stopped, and its error is raised here with its own traceback as
+    `__cause__`: the root cause, not the `PeerLostError`s that follow from it. A rank that was
+    killed, or ended itself, is a `PeerLostError` whose `peer` is that rank. A result that cannot be
+    pickled is a `MisuseError`. Fewer than one rank: `InvalidWorldSizeError`; an unknown backend:
+    `BackendUnavailableError`. Ctrl-C, or a notebook's interrupt, is a `KeyboardInterrupt` when the
+    ranks have ended. No rank outlives this call, or this process.
     """
     check_world_size(world_size)
     check_name(backend)
@@ -128,7 +127,7 @@ def spawn(
 
 
 def _name(fn: Callable[..., Any]) -> str:
-    """Return what the job is called, for those who watch it."""
+    """Return the job's name for watchers."""
     while isinstance(fn, partial):
         fn = fn.func
     function = getattr(fn, "__qualname__", type(fn).__qualname__)
@@ -136,7 +135,7 @@ def _name(fn: Callable[..., Any]) -> str:
 
 
 def _pickle(fn: Callable[..., Any], preparation: dict[str, Any]) -> bytes:
-    """Return `fn` pickled, and put into `preparation` what ranks need to know about that."""
+    """Return `fn` pickled; put the ranks' instructions for it into `preparation`."""
     main = {name for name in preparation if name.startswith("init_main_from_")}
     typed = hasattr(sys.modules["__main__"], "_ih")  # in IPython, even if it has a __file__, too
     preparation |= {"pickler": "pickle", "sources": {}}
@@ -173,7 +172,7 @@ def _pickle(fn: Callable[..., Any], preparation: dict[str, Any]) -> bytes:
 
 
 def _render(error: BaseException, cause: RankTraceback) -> list[str]:
-    """Return what IPython shows of `error`: where `spawn` was called, and last the rank's part."""
+    """Return IPython's text of `error`: the call of `spawn`, and last the rank's part."""
     inside = __file__, *sys.modules["IPython"].__path__
     frames = traceback.extract_tb(error.__traceback__)
     called = [frame for frame in frames if not frame.filename.startswith(inside)]
@@ -184,8 +183,8 @@ def _render(error: BaseException, cause: RankTraceback) -> list[str]:
 class _Interrupts:
     """Takes note of Ctrl-C, or a notebook's interrupt, until the ranks have ended.
 
-    `KeyboardInterrupt` can come between any two lines, also of those that end the ranks; and a
-    notebook's process goes on, with what they leave. So it is raised at the end.
+    `KeyboardInterrupt` can come between any two lines, also of those that end the ranks, whose
+    leftovers would stay in a notebook's process. So it is raised at the end.
     """
 
     def __init__(self) -> None:
@@ -220,7 +219,7 @@ class _Interrupts:
 def _open_output(
     interrupts: _Interrupts,
 ) -> Iterator[Callable[[int], tuple[int, int]] | None]:
-    """Give the supervisor's `open_output`, where ranks cannot write to this process's streams."""
+    """Yield the supervisor's `open_output`, if ranks cannot write to this process's streams."""
     if isinstance(sys.stdout, io.TextIOWrapper) and isinstance(sys.stderr, io.TextIOWrapper):
         yield None
         return
@@ -240,7 +239,7 @@ def _start(
     timeout: float,
     environ: dict[str, str],
 ) -> None:
-    """Start all ranks, then send each what it needs: they start beside each other."""
+    """Start all ranks, then send each its arguments: they start at the same time."""
     token, job = secrets.token_hex(32), secrets.token_hex(8)
     preparation["authkey"] = bytes(preparation["authkey"])
     inputs: list[IO[bytes] | None] = []

@@ -6,10 +6,10 @@
       | <----------------  ["", None, 0]            one reply to each: an error in words, a value,
       |                                             a number
 
-Callers are let in by the rules of an `Acceptor`. A client that is in is bounded in its keys, values
-and number, and all of them in memory; one that is beyond a bound is told so in words, and the
-others go on. While a client does not take its reply, its next request is not read. Whatever comes
-is data: nothing is unpickled, and an announced length is compared before anything is read.
+Callers are let in by the rules of an `Acceptor`. Clients are bounded in number, keys, values, and
+in memory altogether; one beyond a bound gets an error in words, and the others go on. While a
+client does not take its reply, its next request is not read. All requests are data: nothing is
+unpickled, and an announced length is checked before anything is read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from phalanx.errors import AuthenticationError, BackendUnavailableError, plain
 from phalanx.launch.server import DoorServer, call
-from phalanx.native.meeting import tries
+from phalanx.native.store_rendezvous import tries
 from phalanx.transport.tcp.addresses import address_on_interface
 from phalanx.transport.tcp.loop import READ, WRITE
 from phalanx.transport.tcp.tls import Tls
@@ -54,7 +54,7 @@ _Value = Annotated[bytes, msgspec.Meta(max_length=MOST_VALUE)]
 
 
 class StoreRequest(msgspec.Struct, array_like=True, frozen=True):
-    """What a client asks for.
+    """A client's request.
 
     get   the value of `key`, or None
     set   `key` has `value`
@@ -70,7 +70,7 @@ class StoreRequest(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StoreReply(msgspec.Struct, array_like=True, frozen=True):
-    """The answer to a request; `error` is "" where there is none."""
+    """The answer to a request; `error` is "" for none."""
 
     error: str = ""
     value: bytes | None = None
@@ -90,7 +90,7 @@ def _pack(message: StoreRequest | StoreReply) -> bytes:
 
 
 def _cut(received: bytearray, kind: type[_Message]) -> _Message | None:
-    """Take the message that begins here; None: it is not whole. ValueError if it is none."""
+    """Take the message that begins here; None if it is not whole, ValueError if it is none."""
     if len(received) < _HEAD.size:
         return None
     (length,) = _HEAD.unpack_from(received)
@@ -138,7 +138,7 @@ class StoreServer(DoorServer):
         _Client(self, sock, surplus)
 
     def answer(self, request: StoreRequest) -> StoreReply:
-        """Return the reply to a request; with the lock held."""
+        """Return the reply to a request. Called with the lock held."""
         if request.op == "set":
             return self._put(request.key, request.value) or StoreReply()
         if request.op == "add":
@@ -155,7 +155,7 @@ class StoreServer(DoorServer):
         return self._put(request.key, b"%d" % number) or StoreReply(number=number)
 
     def _put(self, key: str, value: bytes) -> StoreReply | None:
-        """Set a value, and answer who waits for it; return why there is no room, or None."""
+        """Set a value, and answer its waiting clients; return why there is no room, or None."""
         old = self._values.get(key)
         memory = self.memory + _size(key, value) - (0 if old is None else _size(key, old))
         if old is None and len(self._values) >= MOST_KEYS:
@@ -175,7 +175,7 @@ def _size(key: str, value: bytes) -> int:
 
 
 class _Client:
-    """A client that is in. Called with the server's lock held.
+    """A client that has been let in. Called with the server's lock held.
 
     awaits   the key that it waits for
     """
@@ -199,7 +199,6 @@ class _Client:
             self.close()
 
     def close(self) -> None:
-        """Hang up."""
         self._wait_no_more()
         self.server.clients.discard(self)
         self.server.reactor.forget(self.sock)
@@ -230,7 +229,7 @@ class _Client:
         self.server.reactor.watch(self.sock, self._ready, WRITE if self._unsent else READ)
 
     def _take(self) -> bool:
-        """Answer the next request; return whether there was one. OSError where it is the last."""
+        """Answer the next request; return whether there was one. OSError if it was the last."""
         try:
             while (request := _cut(self._received, StoreRequest)) is None:
                 data = self.sock.recv(1 << 16)
@@ -240,7 +239,7 @@ class _Client:
         except BlockingIOError:
             return False
         except ValueError as error:
-            # Say what is wrong, and hang up: what comes behind it cannot be told apart.
+            # Report the error, and hang up: later requests cannot be told apart.
             self._last = True
             self.reply(StoreReply(str(error)))
             return False
@@ -267,11 +266,11 @@ class _Client:
 
 
 def listen_for_store(host: str, port: int) -> socket.socket:
-    """Return a socket that listens where a store of `host` belongs; port 0 is any free one.
+    """Return a socket that listens for a store of `host`; port 0 is any free one.
 
-    That is the one interface of `host`. Where `host` is a name that means loopback on this host
-    alone, no other host could connect there: the socket listens on PHALANX_INTERFACE; without it
-    on all interfaces, and the log says so. `OSError` when the address is taken or another host's.
+    It listens on the interface of `host`. If `host` is a name that means loopback on this host
+    alone, no other host could connect there: the socket listens on PHALANX_INTERFACE; without it on
+    all interfaces, and the log says so. `OSError` when the address is taken or another host's.
     """
     own = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
     both, means_loopback = False, is_loopback(own) and not is_loopback(host)
@@ -291,13 +290,13 @@ def listen_for_store(host: str, port: int) -> socket.socket:
 
 
 # ------------------------------------------------------------------------------
-# Those who use it.
+# Its clients.
 
 
 class StoreClient:
-    """A connection to the launcher's store, for one thread; it blocks, and hears signals meanwhile.
+    """A connection to the launcher's store, for one thread; it blocks, but handles signals.
 
-    Every call may raise `BackendUnavailableError`, which names the store, the key, and what to do.
+    Every call may raise `BackendUnavailableError`, which names the store, the key, and the remedy.
     """
 
     def __init__(self, endpoint: Endpoint, sock: socket.socket, surplus: bytes) -> None:
@@ -306,19 +305,18 @@ class StoreClient:
         self._received = bytearray(surplus)
 
     def close(self) -> None:
-        """Hang up."""
         self._socket.close()
 
     def get(self, key: str) -> bytes | None:
-        """Return the value of a key; None: it has none."""
+        """Return the value of a key; None if it has none."""
         return self._ask(StoreRequest("get", key)).value
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Give a key a value."""
+        """Set the value of a key."""
         self._ask(StoreRequest("set", key, value.encode() if isinstance(value, str) else value))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the number at a key, from 0; return what it is now."""
+        """Add to the number at a key, from 0; return the new one."""
         return self._ask(StoreRequest("add", key, number=amount)).number
 
     def _ask(self, request: StoreRequest) -> StoreReply:
@@ -328,7 +326,7 @@ class StoreClient:
         return reply
 
     def wait(self, key: str, seconds: float) -> bytes | None:
-        """Return the value of a key, as soon as it has one; None after so many seconds."""
+        """Wait for the value of a key, and return it; None after `seconds`."""
         return self._exchange(StoreRequest("wait", key), seconds).value
 
     def _exchange(self, request: StoreRequest, seconds: float = _PATIENCE) -> StoreReply:
@@ -370,10 +368,10 @@ class StoreClient:
 
 
 def connect_store(endpoint: Endpoint, token: str, deadline: float, *, job: str = "") -> StoreClient:
-    """Return the launcher's store at `endpoint`; tries again until `deadline`.
+    """Return the launcher's store at `endpoint`; try until `deadline`.
 
-    `deadline` is a time of the monotonic clock. When it has passed this raises why the last try
-    failed: a `BackendUnavailableError`. `AuthenticationError` when the two do not hold the same
+    `deadline` is a time of the monotonic clock. When it has passed, the last try's failure is
+    raised as `BackendUnavailableError`. `AuthenticationError` when the two do not hold the same
     token, or are of two jobs.
     """
     failure: OSError = TimeoutError("no answer")

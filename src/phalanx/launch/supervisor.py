@@ -2,7 +2,7 @@
 
     supervisor --- pipe ------------> reaper (reaper.py), for when the supervisor is killed
        |- rank 0, a session of its own
-       |     |--- channel ----------> how it has failed, or what its function returned
+       |     |--- channel ----------> its failure, or the result of its function
        |     `--- stdout, stderr ---> output.py, under `phalanx run`
        `- rank 1 ...
 
@@ -14,9 +14,9 @@
        |------- ends otherwise -------> failed       |
        `------- told to stop -----------------------'
 
-A rank that has failed is known at once, by its report or by its end; other ranks are stopped then.
-Who has lost a peer may be heard before the peer itself: that waits `GRACE` seconds for another
-failure, which it may follow from.
+A rank's failure is known at once, by its report or by its end; other ranks are stopped then. A lost
+peer may be reported before the peer's own failure: a report of one waits `GRACE` seconds for the
+failure that it may follow from.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from phalanx.errors import BackendUnavailableError
 from phalanx.launch.reaper import GRACE, Reaper, end_session
 from phalanx.launch.report import RankExit, RankReport
 
-_POLL = 0.1  # seconds between looks at exit codes: what a rank started may hold its channel open
+_POLL = 0.1  # seconds between looks at exit codes: a rank's children may hold its channel open
 _END_POLL = 0.01  # the same when a rank has closed its channel, and ends
 _KILL_TIME = 1.0  # seconds that the system has to end a process that was killed
 _PIECE = 1 << 20
 
 
 def open_standard_streams() -> None:
-    """Let those of this process's standard streams that are closed lead nowhere.
+    """Open this process's closed standard streams to the null device.
 
-    Else what is opened next gets their descriptors, and a rank takes it for its own streams.
+    Else the next opened file gets their descriptors, and a rank takes it for its own streams.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -58,7 +58,7 @@ def open_standard_streams() -> None:
 
 @dataclass(kw_only=True)
 class RankProcess(RankExit):
-    """One rank's process, the channel for its report, and what is known of its end."""
+    """One rank's process, the channel for its report, and the knowledge of its end."""
 
     process: subprocess.Popen[bytes]
     channel: socket.socket | None
@@ -66,7 +66,7 @@ class RankProcess(RankExit):
     received: bytearray = field(default_factory=bytearray)
 
     def read(self) -> None:
-        """Take what has come of the report."""
+        """Read the next part of the report."""
         while self.channel is not None:
             try:
                 data = self.channel.recv(_PIECE)
@@ -85,14 +85,13 @@ class RankProcess(RankExit):
                 self.close()
 
     def close(self) -> None:
-        """Read no more."""
         if self.channel is not None:
             self.channel.close()
             self.channel = None
             self.received = bytearray()
 
     def has_ended(self) -> bool:
-        """Return whether the process has ended; if so, see to what it leaves behind."""
+        """Return whether the process has ended; if so, kill the processes that it leaves behind."""
         if self.code is not None:
             return True
         if hasattr(os, "waitid"):  # the process keeps its number until its session has ended
@@ -117,9 +116,9 @@ class RankProcess(RankExit):
 class Supervisor:
     """The ranks of this host, in a `with` statement, at whose end all have ended.
 
-    `open_output(rank)` returns where a rank writes its output and its errors; None: where this
-    process does. With `results` each rank owes a report of its result; without, exit code 0 is
-    enough. `ranks` are those that were started.
+    `open_output(rank)` returns the descriptors for a rank's output and errors; None: those of this
+    process. With `results` each rank owes a report of its result; without, exit code 0 is enough.
+    `ranks` are those that were started.
     """
 
     def __init__(
@@ -151,8 +150,8 @@ class Supervisor:
 
         PARENT is this process's id, and CHANNEL the descriptor by which the rank reports; it begins
         when it has read a byte from there, and the reaper knows it. It starts with SIGINT blocked:
-        Ctrl-C says nothing while the interpreter starts. The descriptors in `inherit` stay open.
-        It runs on these `processors` only, before it has begun, or threads of its own.
+        Ctrl-C has no effect while the interpreter starts. The descriptors in `inherit` stay open.
+        It is bound to these `processors` before it begins, or has threads of its own.
         `BackendUnavailableError` when the system starts no more processes.
         """
         theirs: list[int] = []
@@ -212,7 +211,7 @@ class Supervisor:
             rank.has_ended()
 
     def state(self) -> Literal["running", "done", "failed"]:
-        """Return "failed" when the failure that others follow from is known, "done" at the end."""
+        """Return "failed" when the root failure is known, "done" at the end."""
         exits = self.exits()
         failures = [one for one in exits if one.failed]
         all_known = len(exits) == len(self.ranks)
@@ -224,11 +223,11 @@ class Supervisor:
         return "done" if all_known else "running"
 
     def exits(self) -> list[RankExit]:
-        """Return how the ranks have ended, or will, of which that is known; in rank order."""
+        """Return the known ends of ranks, past or to come, in rank order."""
         return [rank for rank in self.ranks if rank.time < math.inf]
 
     def send(self, signum: int) -> None:
-        """Send a signal to each rank that runs, and to it alone: not to what it has started."""
+        """Send a signal to each rank that runs, and not to its child processes."""
         for rank in self.ranks:
             if rank.report is None and not rank.has_ended():
                 os.kill(rank.process.pid, signum)  # a number that is its until `has_ended`
@@ -242,7 +241,7 @@ class Supervisor:
     ) -> None:
         """End every rank; return when all have ended.
 
-        A rank that has not reported is sent `signum`, and it alone: what it has started ends with
+        A rank that has not reported is sent `signum`, without its child processes, which end with
         it. Those that are left after `grace` seconds, or when `hurry()` is true, are killed.
         """
         deadline = time.monotonic() + grace

@@ -1,7 +1,7 @@
-"""One rank's process: what a supervisor starts, and how it ends.
+"""One rank's process, from its start by a supervisor to its end.
 
 Under `phalanx run` it runs the user's script as if Python had run it; under `phalanx.spawn` it
-calls the user's function. What it returned, or how it failed, goes to the supervisor by a channel.
+calls the user's function. Its result or its failure goes to the supervisor by a channel.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _HIDDEN = frozenset(
 
 
 def run_script() -> None:
-    """Run a script or module, and end this process as it ended.
+    """Run a script or module, and end this process with its exit code.
 
     The command line is the launcher's process id, the descriptor of the channel, "script" or
     "module", its name, and its arguments.
@@ -97,7 +97,7 @@ def run_script() -> None:
 
 
 def _report_failure(error: BaseException, send: Callable[[RankReport], bool]) -> int:
-    """Report how the script has failed, if it has; return what Python would end it with."""
+    """Report the script's failure, if any; return the exit code that Python would end it with."""
     if isinstance(error, RankStopped):
         return STOPPED
     if isinstance(error, KeyboardInterrupt):
@@ -126,11 +126,11 @@ def _report_failure(error: BaseException, send: Callable[[RankReport], bool]) ->
 
 
 def run_function(preparation: dict[str, Any]) -> None:
-    """Call a function, report what it returned, and end this process.
+    """Call a function, report its result, and end this process.
 
     The command line is the parent's process id, the descriptor of the channel, and the rank. Stdin
-    holds the pickled arguments of `_call`. What `preparation["pickler"]`, a module, has pickled
-    is not looked for in the parent's main module, and results go back in the same way.
+    holds the pickled arguments of `_call`. Objects pickled by `preparation["pickler"]`, a module,
+    are not looked up in the parent's main module, and results go back in the same way.
     """
     parent, descriptor, rank = sys.argv[1:]
     send = _begin(parent, descriptor)
@@ -167,7 +167,7 @@ def _import_main(preparation: dict[str, Any]) -> None:
 
 
 def _call(call: bytes, world: World, listener: int | None, backend: str, timeout: float) -> Any:
-    """Return what the pickled function `call` returns for a new backend."""
+    """Call the pickled function `call` with a new backend; return its result."""
     from phalanx.hooks import begin_observers  # noqa: PLC0415
     from phalanx.launch.init import make_backend, why_not_nccl  # noqa: PLC0415 -- imports torch
 
@@ -196,7 +196,7 @@ def _call(call: bytes, world: World, listener: int | None, backend: str, timeout
 
 
 def _begin(parent: str, descriptor: str) -> Callable[[RankReport], bool]:
-    """Wait until the supervisor lets this rank begin, and end with it; return `send`."""
+    """Wait until the supervisor lets this rank begin; end with the supervisor; return `send`."""
     faulthandler.enable()
     die_with_parent(int(parent))
     channel = int(descriptor)
@@ -225,10 +225,10 @@ def _begin(parent: str, descriptor: str) -> Callable[[RankReport], bool]:
 
 
 class _Stop:
-    """Handles SIGTERM: raises `RankStopped`, once; again if that got nowhere.
+    """Handler of SIGTERM: raises `RankStopped`, once; again if that was lost.
 
-    So it is in a `__del__`, or in a weakref's callback: there Python drops what is raised. Then the
-    signal is sent again, a moment later, when that is over; and so is SIGINT.
+    It is lost in a `__del__`, or in a weakref's callback: there Python drops exceptions. Then the
+    signal is sent again a moment later, and so is SIGINT.
     """
 
     def __init__(self) -> None:
@@ -255,7 +255,7 @@ class _Stop:
 
 
 def _leave(code: int) -> NoReturn:
-    """End this process; a failed one soon, even if a thread that was left behind would keep it."""
+    """End this process; a failed one soon, even if a leftover thread would keep it."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is leaving already: let it clean up
     if code not in (0, AGAIN):
         end = threading.Timer(GRACE, os._exit, [code])

@@ -9,8 +9,8 @@
 For messages, barriers, agreement, blame, sub-groups and deadlines the ranks have the mesh.
 
 A collective that a library does whole cannot be compared before it runs. So a rank that waits asks
-the others whether they are in the same collective (core/checker.py), and at every tenth collective
-each rank tells the next one the rolling hash of all collectives of the group.
+the others whether they are in the same collective (core/checker.py). At every tenth collective each
+rank tells the next one the rolling hash of the group's collectives.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from phalanx.core.engine import Engine
     from phalanx.core.group import Group
 
-NOBODY = -1  # as a culprit: the library does not say who
+NOBODY = -1  # as a culprit: the library names none
 SOON = 0.003  # seconds for which the caller waits for a collective before it becomes a work
 SAY_WHO_WITHIN = 0.5  # seconds within which the mesh may name the culprit of a failed collective
 FINISH_WITHIN = 1.0  # seconds within which a collective ends here after a member has left
@@ -63,14 +63,15 @@ class Handle(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether it is over, without waiting. Raises what went wrong, as the library puts it.
+        """Return whether it is over, without waiting. Raise the library's error.
 
-        Where the library moves bytes only when it is called, this is such a call.
+        If the library moves bytes only when it is called, this is such a call.
         """
 
     @abstractmethod
     def wait(self, seconds: float) -> bool:
-        """Block until it is over, or for about so many seconds; whether it is. Raises as `done`.
+        """Block until it is over, for about `seconds` at most; return whether it is. Raise as
+        `done`.
 
         Other threads of this process run meanwhile, and may ask other handles. It may return
         early.
@@ -86,9 +87,8 @@ class Library(ABC):
     on_stream      whether its groups have to be formed by the thread that uses them, whose current
                    device and stream they take
 
-    What a library can do is the same on every rank.
-    Methods are called by one thread at a time, except `subgroup`, which runs in a thread of its own
-    beside the others.
+    All ranks have the same library, which can do the same. One thread at a time calls methods,
+    except `subgroup`, which runs in a thread of its own beside the others.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Library(ABC):
 
     @abstractmethod
     def has(self, call: NativeCall) -> bool:
-        """Whether it carries out such a collective: the same answer on every rank.
+        """Return whether it carries out such a collective: the same answer on every rank.
 
         It is asked for every collective, so it has to be quick.
         """
@@ -109,15 +109,15 @@ class Library(ABC):
 
     @abstractmethod
     def subgroup(self, members: Sequence[int], ident: int, timeout: float) -> Library:
-        """The group of some of this one's ranks, in this order.
+        """Return the group of some of this one's ranks, in this order.
 
-        Each of them calls this, at about the same time, and is blocked until all have, at most
+        Each of them calls this, at about the same time, and is blocked until all have, for at most
         `timeout` seconds. `ident` (64 bits) is the group's alone, the same on all its members.
         Calls for several groups may cross: each runs in a thread of its own.
         """
 
     def kind_of(self, error: Exception) -> type[DistributedError]:
-        """The Phalanx error for an error of the library."""
+        """Return the Phalanx error for an error of the library."""
         return PeerLostError
 
     @abstractmethod
@@ -126,7 +126,7 @@ class Library(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """End at once what is under way; if possible, its memory is not touched from now on.
+        """End all pending calls at once; if possible, their memory is not touched from now on.
 
         Does not affect groups that were formed of it. May be repeated.
         """
@@ -137,7 +137,7 @@ class Natives:
 
     The group of the whole job exists from the start. That of a sub-group is formed at its first
     collective, in a thread of its own, when all members are there: a barrier of the mesh comes
-    first, which has deadlines and names who does not come. The mesh never waits for the library.
+    first, which has deadlines and names absent ranks. The mesh never waits for the library.
 
     libraries   the library's groups that are to be closed in the end, that of the whole job first
     unfinished  calls whose memory the library may still write
@@ -150,14 +150,13 @@ class Natives:
         self.unfinished: list[NativeCall] = []
 
     def of(self, group: Group) -> Native | None:
-        """The native collectives of a group; None if it has none."""
+        """Return the native collectives of a group; None if it has none."""
         is_world = group.id == WORLD_ID
         if group.size == 1 or not (is_world or self.world.has_subgroups):
             return None
         return NativeGroup(self, group, self.world if is_world else None)
 
     def close(self) -> None:
-        """Close all groups."""
         for library in reversed(self.libraries):
             library.close()
         self.libraries.clear()
@@ -183,7 +182,7 @@ class NativeGroup(Native):
         return (step,) if self.library is not None else self._steps(step)
 
     def _steps(self, step: NativeStep) -> Iterator[Program]:
-        """The first one: when it forms the library's group, all members are there."""
+        """Form the library's group if this is its first collective: all members are there."""
         if self.library is None:
             yield from ring_barrier(self.group.rank, self.group.size)
         yield step
@@ -224,7 +223,7 @@ class NativeGroup(Native):
             engine.run_ready()
 
     def break_off(self) -> None:
-        """A collective was given up: the library's group cannot be used further."""
+        """Use the library's group no further: a collective was given up."""
         library, self.library = self.library, None
         if library is not None:
             library.abort()
@@ -254,7 +253,7 @@ class NativeStep(Step):
         self._begun = False
         self._busy = False  # a thread waits for the handle
         self._over = False
-        self._problem: Exception | None = None  # what the library says went wrong,
+        self._problem: Exception | None = None  # the library's error,
         self._left: int | None = None  # or a member that has left,
         self._deadline = 0.0  # and when that counts
 
@@ -309,7 +308,7 @@ class NativeStep(Step):
         return True
 
     def fail_soon(self, error: Exception) -> None:
-        """The library reports an error. Wait a moment: the mesh may name the culprit."""
+        """Take an error of the library. Wait a moment: the mesh may name the culprit."""
         if self._problem is None:
             self._problem = error
             self._deadline = self._group.natives.engine.now() + SAY_WHO_WITHIN
@@ -337,7 +336,7 @@ class NativeStep(Step):
 
     @override
     def needs(self, rank: int) -> bool:
-        """A member that leaves may have ended this collective; then it ends here, too."""
+        """Return whether a member's leaving ends this collective, as it may have in the library."""
         if self._left is None:
             self._left = rank
             self._deadline = self._group.natives.engine.now() + FINISH_WITHIN
@@ -352,27 +351,27 @@ class NativeStep(Step):
 
 
 def first_line(error: Exception) -> str:
-    """A library's error as a part of a sentence."""
+    """Return a library's error as a part of a sentence."""
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
 # ------------------------------------------------------------------------------
 # Backends: a mesh that the ranks form by way of the library.
 
-WORD_BYTES = 512  # of what rank 0 tells the others, at most
+WORD_BYTES = 512  # of rank 0's message to the others, at most
 
 
 class LibraryBackend(MeshBackend):
     """A mesh for everything but the library's own collectives.
 
-    host      by which the others know rank 0; None: on other hosts, by nothing but MASTER_ADDR
-    tell      called on all ranks with what rank 0 says, or nothing, and returns it: `WORD_BYTES` at
-              most. It is where rank 0 listens, and a token of the mesh if the environment has none
-              and the way is one that no stranger can write to
-    join      gives the library's group of all ranks, once the ranks are connected: called with the
+    host      rank 0's name for the others; None: other hosts know it only by MASTER_ADDR
+    tell      called on all ranks, returns rank 0's bytes: `WORD_BYTES` at
+              most. These are its address, and a token of the mesh if the environment has none
+              and no stranger can write to the channel
+    join      returns the library's group of all ranks, once these are connected: called with the
               number of the host that each is on
-    all_came  whether the library has brought all ranks together: then those that do not come to
-              the mesh cannot connect
+    all_came  whether the library has brought all ranks together: then ranks absent from
+    the mesh cannot connect
     """
 
     sharing = "hosts"
@@ -393,7 +392,7 @@ class LibraryBackend(MeshBackend):
     ) -> None:
         listener, word = _listen(host) if rank == 0 else (None, b"")
         address, _, token = tell(word).decode().partition(" ")
-        token = "" if find_token() else token  # what comes never takes the place of what was given
+        token = "" if find_token() else token  # a received token never replaces a given one
         try:
             super().__init__(
                 rank,
@@ -439,7 +438,7 @@ class LibraryBackend(MeshBackend):
 
 
 def _listen(host: str | None) -> tuple[socket.socket, bytes]:
-    """On rank 0: listen for the other ranks; the socket, and what it tells them."""
+    """On rank 0: listen for the other ranks; return the socket and the bytes to tell them."""
     master = os.environ.get("MASTER_ADDR", "")
     toward = Endpoint(host or master, 0) if host or master else ELSEWHERE
     listener, endpoint = listen_toward(toward, one_host=host is not None and is_loopback(host))

@@ -20,18 +20,17 @@ class MpiBackend(LibraryBackend):
               that `mpirun` has started; a process that it has not is a world of one
     timeout   seconds that a call waits at most, the rendezvous of the ranks included
 
-    It works on a duplicate of `comm`, so that nothing mixes with what else is sent there, which is
-    kept until MPI ends, after `close()` too: what comes late to one that was freed could be taken
-    for another's. MPI does collectives; all else goes over a mesh as that of `HybridBackend`, which
-    the ranks form by way of MPI, so they have to be able to connect to each other over TCP. MPI has
-    no deadline: a collective that times out breaks its group, and the memory that it was given is
-    kept until MPI ends. When a rank dies, `mpirun` ends the whole job, this rank included; an
-    exception ends one rank only, and the others wait for it until their timeout, unless the script
-    is started with `python -m mpi4py`, which then ends the job.
+    It works on a duplicate of `comm`, apart from other messages. The duplicate is kept until MPI
+    ends, after `close()` too: a late message to a freed communicator could reach another one. MPI
+    does collectives. All else goes over a mesh as that of `HybridBackend`, which the ranks form by
+    way of MPI, so they need TCP connections to each other. MPI has no deadline: a collective that
+    times out breaks its group, and its memory is kept until MPI ends. When a rank dies, `mpirun`
+    ends the whole job, this rank included. An exception ends one rank only, and the others wait for
+    it until their timeout, unless `python -m mpi4py` runs the script, which then ends the job.
 
     Raises `BackendUnavailableError` without mpi4py or an MPI library, and if MPI was started for
-    fewer threads than `MPI.THREAD_MULTIPLE`, and if the ranks cannot connect, which names the
-    hosts; `CollectiveTimeoutError` if ranks do not come.
+    fewer threads than `MPI.THREAD_MULTIPLE`. It names the hosts if the ranks cannot connect.
+    `CollectiveTimeoutError` if ranks do not come.
     """
 
     _make_library: ClassVar[Callable[..., MpiLibrary]] = MpiLibrary
@@ -54,8 +53,8 @@ class MpiBackend(LibraryBackend):
             return bytes(block).rstrip(b"\0")
 
         def join(topology: tuple[int, ...]) -> MpiLibrary:
-            # Where each rank of this host has a core of its own, nobody is kept from anything; else
-            # a rank that looks keeps another one from doing what it looks for.
+            # If each rank of this host has a core of its own, polling delays no rank; else a rank
+            # that polls delays the one that it waits for.
             has_cores = topology.count(topology[rank]) <= (os.cpu_count() or 1)
             return self._make_library(mpi, own, 3000 if has_cores else LOOKS)
 
@@ -66,10 +65,10 @@ class MpiBackend(LibraryBackend):
 
 
 def import_mpi() -> Mpi:
-    """The module `mpi4py.MPI`, with MPI started, for several threads at a time.
+    """Return the module `mpi4py.MPI`, with MPI started for several threads at a time.
 
     It is imported when it is first needed: that starts MPI, and few have it. Raises
-    `BackendUnavailableError`, with what to install or to change.
+    `BackendUnavailableError`, which says how to install it.
     """
     try:
         from mpi4py import MPI  # noqa: PLC0415
@@ -94,9 +93,9 @@ def import_mpi() -> Mpi:
 
 
 def duplicate(comm: Any, timeout: float) -> Any:
-    """A communicator of the same ranks, for nobody else; each of them calls this.
+    """Return a private communicator of the same ranks; each of them calls this.
 
-    Raises `CollectiveTimeoutError` if that takes longer than so many seconds.
+    Raises `CollectiveTimeoutError` after `timeout` seconds.
     """
     copy, request = comm.Idup()
     if not wait_until(request.Test, timeout):

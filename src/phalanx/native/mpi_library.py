@@ -1,9 +1,8 @@
 """`MpiLibrary`: one communicator of MPI's, its collectives, and groups of some of its ranks.
 
-A collective is a generator of requests: it yields one, and goes on when that is complete; what it
-does in between is local. Blocking MPI calls are quicker in some libraries, but know no deadline,
-and two groups' collectives that two ranks enter in opposite orders would wait for each other in
-them.
+A collective is a generator of requests: it yields one, and goes on when that is complete; it works
+locally in between. Blocking MPI calls are quicker in some libraries, but have no deadline. Two
+ranks that enter two groups' collectives in opposite orders would deadlock in them.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from phalanx.wire.memory import copy_bits
 
 Mpi = Any  # the module `mpi4py.MPI`; it need not be there when types are checked
 Request = Any  # of mpi4py
-Memory = list[Any]  # as mpi4py takes it: where, how many, of which datatype
+Memory = list[Any]  # as mpi4py takes it: address, count, datatype
 
 # ------------------------------------------------------------------------------
-# What MPI calls torch's dtypes and reductions.
+# MPI's names of torch's dtypes and reductions.
 #
-# Memory that is only moved is moved in units of its elements' size. What is reduced has the MPI
-# datatype of its numbers, and an MPI operation with the meaning that `ReduceOp` gives it:
+# Memory that is only moved is moved in units of its elements' size. Memory that is reduced has the
+# MPI datatype of its numbers, and an MPI operation with the meaning of `ReduceOp`:
 #
 #     dtype                  sum, product      mean            min, max     band, bor, bxor
 #     float32, float64       SUM, PROD         SUM, divided    -            -
@@ -103,13 +102,13 @@ LEAST_CHUNK = 16 << 10  # bytes of a rank's chunk from which `exchange` is faste
 
 
 class MpiLibrary(Library):
-    """A communicator of our own, and the descriptions of memory that it takes.
+    """A private communicator, and the descriptions of memory that it takes.
 
-    What MPI still writes when a group breaks is kept in memory until MPI is ended: of its
-    collectives none can be cancelled. And a communicator is kept until nobody can send to it:
-    Open MPI takes what comes late for a message of the next communicator, and ends the job.
+    Memory that MPI still writes when a group breaks is kept until MPI ends: its collectives cannot
+    be cancelled. Communicators are never freed: Open MPI may deliver a late message to the next
+    communicator, and ends the job.
 
-    looks                how many are taken at once by who waits
+    looks                how many polls a waiting thread makes at once
     stage, least_chunk   bytes; see the defaults, and `exchange`
     """
 
@@ -141,19 +140,19 @@ class MpiLibrary(Library):
         self._stage: tuple[Tensor, list[Tensor]] = (self._block, [])
 
     def memory(self, tensor: Tensor, parts: int = 1, datatype: Any = None) -> Memory:
-        """A contiguous tensor's memory, cut into so many parts; to be moved without a datatype."""
+        """Return a contiguous tensor's memory, cut into `parts`; to be moved without a datatype."""
         where = self._at(tensor.data_ptr(), tensor.nbytes)
         if datatype is None:
             datatype = self.moved[tensor.itemsize]
         return [where, tensor.numel() // parts, datatype]
 
     def parts_of(self, tensor: Tensor, counts: list[int], starts: list[int]) -> Memory:
-        """Parts of a contiguous tensor's memory, one for each rank, in elements."""
+        """Return parts of a contiguous tensor's memory, one for each rank, in elements."""
         where = self._at(tensor.data_ptr(), tensor.nbytes)
         return [where, (counts, starts), self.moved[tensor.itemsize]]
 
     def stage(self, count: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        """Memory for so many elements of each other rank: all of it, and the part of each.
+        """Return memory for `count` elements of each other rank: all of it, and the part of each.
 
         The next call gives the same again.
         """
@@ -223,9 +222,9 @@ class MpiLibrary(Library):
 class MpiHandle(Handle):
     """A request, and those of its collective that follow it.
 
-    steps    yields the requests, one after the other, and does what is to be done in between
-    pending  the handles that are not over, of which this is one until it is
-    looks    how many are taken at once by who waits
+    steps    yields the requests, one after the other, and does the local work in between
+    pending  the unfinished handles, of which this is one
+    looks    how many polls a waiting thread makes at once
     """
 
     __slots__ = ("_looks", "_pending", "_request", "_steps")
@@ -255,7 +254,7 @@ class MpiHandle(Handle):
 
 
 # ------------------------------------------------------------------------------
-# What MPI does whole: one request, and what it leaves to be done.
+# Collectives that MPI does whole: one request, and the work after it.
 
 
 class MpiCall(NamedTuple):
@@ -288,7 +287,7 @@ CALLS: Mapping[str, MpiCall] = MappingProxyType(
 
 
 def whole(c: MpiLibrary, call: NativeCall) -> Iterator[Request]:
-    """A collective that MPI does whole."""
+    """Run a collective as one call of MPI."""
     name, source, out, op, root = call
     is_root = c.rank == root
     if name == "broadcast":
@@ -334,12 +333,12 @@ def whole(c: MpiLibrary, call: NativeCall) -> Iterator[Request]:
 #
 # Every rank reduces its own chunk, in rank order. Each sends 2(p-1)/p of the bytes for an all-
 # reduce, which is optimal (Thakur, Rabenseifner & Gropp 2005, section 4.5). Only MPI's nonblocking
-# collectives that move bytes are used: those that reduce are slow in Open MPI. Memory for what
-# comes from others is bounded: what is larger is done piece by piece.
+# collectives that move bytes are used: those that reduce are slow in Open MPI. Memory for other
+# ranks' data is bounded: larger tensors are reduced piece by piece.
 
 
 def exchange(c: MpiLibrary, call: NativeCall) -> Iterator[Request]:
-    """A reduction in which MPI moves the contributions."""
+    """Run a reduction in which MPI moves the contributions."""
     assert call.source is not None
     assert call.op is not None
     source, root = call.source.view(-1), call.root
@@ -387,8 +386,8 @@ class TensorPiece(NamedTuple):
 
     counts, starts          each rank's chunk of it
     even                    whether all chunks are of one size
-    counts_out              what goes to each rank: its chunk, nothing to oneself
-    counts_in, starts_in    what comes from each rank, and where in the stage
+    counts_out              elements sent to each rank: its chunk, none to oneself
+    counts_in, starts_in    elements from each rank, and their places in the stage
     """
 
     counts: list[int]
@@ -402,7 +401,7 @@ class TensorPiece(NamedTuple):
 def _pieces(
     rank: int, size: int, stage: int, length: int, itemsize: int, rows: bool
 ) -> list[TensorPiece]:
-    """The pieces of a tensor of this length; of each, what comes to this rank fits the stage.
+    """Return the pieces of a tensor of this length; the stage holds this rank's part of each.
 
     rows   each rank has a row of this length, and a piece is a part of all rows
     """
@@ -429,17 +428,17 @@ def _pieces(
 # ------------------------------------------------------------------------------
 # Waiting for MPI, which moves bytes only when it is called, and knows no deadline.
 
-LOOKS = 50  # one after the other, where a rank that looks takes the core from another
+LOOKS = 50  # one after the other, since a rank that polls takes the core from another
 YIELDING = 0.005  # seconds of looks between which other processes may run
 PAUSE = 50e-6  # seconds between looks after that
 BUSY = 10e-6  # seconds: a look that takes longer has moved bytes
 
 
 def wait_until(done: Callable[[], bool], seconds: float, looks: int = LOOKS) -> bool:
-    """Call `done` until it is true or so many seconds have passed; whether it is.
+    """Call `done` until it is true, for about `seconds` at most; return whether it is.
 
-    First so many times without a pause; then letting others have the core, which may be those
-    waited for; and when nothing has moved for a while, with short sleeps.
+    First `looks` times without a pause; then yielding the core, perhaps to the ranks waited for;
+    after a while without progress, with short sleeps.
     """
     for _ in range(looks):
         if done():

@@ -1,4 +1,4 @@
-"""How torch's process groups are formed: through a store that all ranks know."""
+"""Formation of torch's process groups: through a store that all ranks know."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from xxhash import xxh3_64_intdigest
 
 from phalanx.errors import BackendUnavailableError, CollectiveTimeoutError
 from phalanx.native.base import WORD_BYTES
-from phalanx.native.meeting import Meeting, Words, trust_in_torchs_store
+from phalanx.native.store_rendezvous import Entries, StoreRendezvous, trust_in_torchs_store
 from phalanx.transport.tcp.addresses import (
     address_on_interface,
     chosen_interfaces,
@@ -40,7 +40,7 @@ class GroupFormer:
 
     kind   torch's name for it
     rank   this one, in the store
-    stop   set: the threads that wait for other ranks to form a group end
+    stop   if set, the threads that wait for other ranks to form a group end
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class GroupFormer:
         self._on_one_host = len(set(topology)) == 1
 
     def form(self, members: Sequence[int], ident: int, timeout: float) -> ProcessGroup:
-        """The group of these ranks; `ident` says which. Blocks until all of them form it."""
+        """Return the group of these ranks; `ident` says which. Blocks until all of them form it."""
         rank, size = list(members).index(self.rank), len(members)
         prefix, seconds = f"{self._prefix}/{ident:x}", _seconds(timeout)
         if self.kind == "gloo":
@@ -78,7 +78,7 @@ class GroupFormer:
         return dist.ProcessGroupUCC(own, rank, size, seconds)
 
     def _devices_of_gloo(self) -> list[Any]:
-        """What Gloo connects over: PHALANX_INTERFACE, or what GLOO_SOCKET_IFNAME names for it."""
+        """Return Gloo's devices, as PHALANX_INTERFACE or GLOO_SOCKET_IFNAME names them."""
         gloo = dist.ProcessGroupGloo
         own = "127.0.0.1" if self._on_one_host else address_on_interface()
         names = os.environ.get("GLOO_SOCKET_IFNAME", "")
@@ -92,7 +92,7 @@ class GroupFormer:
 def store_at(
     rank: int, world_size: int, master_addr: str, timeout: float, listener: socket.socket | None
 ) -> Store:
-    """The store through which the ranks find each other; rank 0 holds it at `master_addr`.
+    """Return the store through which the ranks find each other; rank 0 holds it at `master_addr`.
 
     On rank 0 it takes over the listening socket.
     """
@@ -131,7 +131,7 @@ def store_at(
 
 
 def nobody_came(rank: int, timeout: float, error: Exception) -> CollectiveTimeoutError:
-    """The error if not all ranks come to form a group."""
+    """Return the error for ranks that do not come to form a group."""
     return CollectiveTimeoutError(
         f"rank {rank} waited {timeout:g} s for the other ranks to form a group ({error}): have "
         "all of them started, with the same address and number of ranks?",
@@ -142,12 +142,12 @@ def nobody_came(rank: int, timeout: float, error: Exception) -> CollectiveTimeou
 
 
 def _seconds(seconds: float) -> timedelta:
-    """A timeout for torch, which knows no infinity."""
+    """Return a timeout for torch, which has no infinity."""
     return timedelta(seconds=min(max(seconds, 1e-3), FOREVER.total_seconds()))
 
 
 def store_of(group: ProcessGroup) -> tuple[Store, str] | None:
-    """The store of a given group, and the prefix there of one more backend over it.
+    """Return the store of a given group, and the prefix there of one more backend over it.
 
     None for a group that does not know its store.
     """
@@ -160,16 +160,16 @@ def store_of(group: ProcessGroup) -> tuple[Store, str] | None:
 def talk_over(
     group: ProcessGroup, place: tuple[Store, str] | None, device: str, timeout: float
 ) -> tuple[str | None, Callable[[bytes], bytes]]:
-    """`LibraryBackend`'s `host` and `tell` for the ranks of a given group.
+    """Return `LibraryBackend`'s `host` and `tell` for the ranks of a given group.
 
-    By its store; or, where it does not know one, by its own collectives of tensors on `device`.
+    By its store; if it has none, by its own collectives of tensors on `device`.
     """
     rank, size = group.rank(), group.size()
     if place is not None:
         store, prefix = place
-        words = words_in(store, f"{getattr(group, 'group_name', '')}/{prefix}")
-        meeting = Meeting(words, rank, size, timeout, "TorchBackend")
-        return "127.0.0.1" if meeting.come() else None, partial(tell_by, meeting)
+        entries = entries_in(store, f"{getattr(group, 'group_name', '')}/{prefix}")
+        part = StoreRendezvous(entries, rank, size, timeout, "TorchBackend")
+        return "127.0.0.1" if part.announce() else None, partial(exchange_by, part)
     numbers = torch.zeros(size, dtype=torch.int64, device=device)
     numbers[rank] = xxh3_64_intdigest(host_id().encode()) >> 1
     group.allreduce([numbers]).wait()
@@ -183,15 +183,15 @@ def talk_over(
     return "127.0.0.1" if len(set(numbers.tolist())) == 1 else None, tell
 
 
-def words_in(store: Store, prefix: str) -> Words:
-    """Return our words in a store of torch's, under this prefix."""
-    return Words(store, (prefix,), trust_in_torchs_store())
+def entries_in(store: Store, prefix: str) -> Entries:
+    """Return the entries of a group in a store of torch's, under this prefix."""
+    return Entries(store, (prefix,), trust_in_torchs_store())
 
 
-def tell_by(meeting: Meeting, word: bytes) -> bytes:
-    """Return what rank 0 tells all ranks: an address, and the mesh's token if there is one."""
+def exchange_by(part: StoreRendezvous, word: bytes) -> bytes:
+    """Return rank 0's message to all ranks: an address, and the mesh's token if there is one."""
     address, _, token = word.decode().partition(" ")
-    answer = meeting.tell(address, token)
+    answer = part.exchange(address, token)
     return f"{answer.address} {answer.token}".encode()
 
 
@@ -204,9 +204,9 @@ FIRST_PAUSE, LONGEST_PAUSE = 1e-4, 1e-2  # seconds between two looks
 class PatientStore(dist.Store):  # type: ignore[misc]
     """A part of `store`, under `prefix`, that is polled: its `wait` does not block the store.
 
-    While a thread waits inside one of torch's stores no other thread can use it, nor does it hear a
-    signal. A connection of its own for each thread is no way out: torch looks up the name of the
-    address for each, which may take seconds where the name server is slow.
+    While a thread waits inside one of torch's stores, no other thread can use it, and no signal is
+    handled. A connection for each thread would not help: torch looks up the name of the address for
+    each, which may take seconds with a slow name server.
     """
 
     def __init__(
@@ -223,12 +223,12 @@ class PatientStore(dist.Store):  # type: ignore[misc]
         self._store.set(self._prefix + key, value)
 
     def get(self, key: str) -> bytes:
-        """The value of `key`. Blocks until it is there, as `wait`."""
+        """Return the value of `key`. Blocks until it is there, as `wait`."""
         self.wait([key])
         return bytes(self._store.get(self._prefix + key))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Block until all keys are there. RuntimeError, which torch expects, after the timeout."""
+        """Block until all keys are there. RuntimeError after the timeout, as torch expects."""
         seconds = self._seconds if timeout is None else timeout.total_seconds()
         deadline = time.monotonic() + seconds
         pause = FIRST_PAUSE
@@ -241,17 +241,17 @@ class PatientStore(dist.Store):  # type: ignore[misc]
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
+        """Return whether all keys are there."""
         return bool(self._store.check([self._prefix + key for key in keys]))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the count `key`, from 0; what it is now."""
+        """Add to the count `key`, from 0; return its new value."""
         return int(self._store.add(self._prefix + key, amount))
 
     def delete_key(self, key: str) -> bool:
-        """Forget a key; whether it was there."""
+        """Forget a key; return whether it was there."""
         return bool(self._store.delete_key(self._prefix + key))
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long `wait` waits, unless it is told otherwise."""
+        """Set how long `wait` waits by default."""
         self._seconds = timeout.total_seconds()

@@ -11,7 +11,7 @@ from phalanx.core.backend import DEFAULT_TIMEOUT
 from phalanx.core.call import check_timeout
 from phalanx.errors import BackendUnavailableError, MisuseError
 from phalanx.native.base import LibraryBackend
-from phalanx.native.meeting import Meeting
+from phalanx.native.store_rendezvous import StoreRendezvous
 from phalanx.transport.backends import check_rank
 from phalanx.wire.control import parse_address
 
@@ -29,16 +29,14 @@ class TorchBackend(LibraryBackend):
     timeout         seconds that a call waits at most
 
     Every rank of the group makes one, which blocks until all have. It is a mesh as that of
-    `HybridBackend`, which the ranks form by way of the group, with the group's own collectives.
-    What the group has not (see docs/backends.md) is done over the mesh, so nothing mixes with what
-    else the process group is used for, but collectives, whose order has to be the same on every
-    rank.
+    `HybridBackend`, which the ranks form by way of the group, with the group's own collectives. All
+    else (see docs/backends.md) is done over the mesh. Only collectives share the process group with
+    the program, so all ranks must issue those in one order.
 
-    The group's own collectives cannot be compared before they run: ranks that call different ones
-    are told so where they wait for each other, and at every tenth collective; but some libraries
-    end the process, or give wrong numbers, before. PHALANX_STRICT=1 does without them. Raises
-    `MisuseError` if there is no group, `BackendUnavailableError`, `CollectiveTimeoutError` if not
-    all ranks come.
+    The group's own collectives cannot be compared before they run. Ranks that call different ones
+    learn it when they wait for each other, and at every tenth collective. Some libraries end the
+    process, or give wrong numbers, before. PHALANX_STRICT=1 does without them. Raises `MisuseError`
+    if there is no group, `BackendUnavailableError`, `CollectiveTimeoutError` if not all ranks come.
     """
 
     def __init__(self, process_group: Any = None, *, timeout: float = DEFAULT_TIMEOUT) -> None:
@@ -70,7 +68,7 @@ class TorchBackend(LibraryBackend):
 
 
 class _NamedBackend(LibraryBackend):
-    """A process group that is made here, of one of torch's kinds."""
+    """A process group of one of torch's kinds, which is made here."""
 
     kind: ClassVar[str]
 
@@ -93,9 +91,9 @@ class _NamedBackend(LibraryBackend):
 
             store = torch_formation.store_at(rank, world_size, master_addr, timeout, listener)
             prefix = f"phalanx/{job}/{generation}"
-            words = torch_formation.words_in(store, prefix)
-            meeting = Meeting(words, rank, world_size, timeout, "init")
-            one_host = meeting.come() or world_size == 1
+            entries = torch_formation.entries_in(store, prefix)
+            part = StoreRendezvous(entries, rank, world_size, timeout, "init")
+            one_host = part.announce() or world_size == 1
             host = "127.0.0.1" if one_host else parse_address(master_addr).host
         except BaseException:
             if listener is not None:
@@ -115,7 +113,7 @@ class _NamedBackend(LibraryBackend):
             rank,
             world_size,
             host,
-            partial(torch_formation.tell_by, meeting),
+            partial(torch_formation.exchange_by, part),
             join,
             name=self.kind,
             timeout=timeout,
@@ -125,16 +123,16 @@ class _NamedBackend(LibraryBackend):
 
 
 class GlooBackend(_NamedBackend):
-    """One rank of a Gloo group that is made for it. CPU tensors.
+    """One rank of a Gloo group of its own. CPU tensors.
 
-    rank, world_size  which one this is, of how many
+    rank, world_size  this rank's number, and how many there are
     master_addr       `"host:port"` where rank 0 holds the store through which they meet
     timeout           seconds that a call waits at most, the rendezvous of the ranks included
     job, generation   ranks of another job, or of an earlier start of it, are not met
     listener          for rank 0: a socket that listens at `master_addr` already
 
-    Blocks until all ranks have met. Torch's store knows no token: whoever reaches it can take part.
-    Otherwise as `TorchBackend`. Raises `InvalidWorldSizeError`, `InvalidRankError`,
+    Blocks until all ranks have met. Torch's store knows no token: any process that reaches it can
+    take part. Otherwise as `TorchBackend`. Raises `InvalidWorldSizeError`, `InvalidRankError`,
     `BackendUnavailableError` (this build of torch lacks it, or the port is in use),
     `CollectiveTimeoutError` if not all ranks come.
     """
@@ -143,18 +141,18 @@ class GlooBackend(_NamedBackend):
 
 
 class NcclBackend(_NamedBackend):
-    """One rank of an NCCL group that is made for it.
+    """One rank of an NCCL group of its own.
 
     As `GlooBackend`. CUDA tensors, on the device that is current (`torch.cuda.set_device`). Its
-    collectives run on torch's streams: a call returns when the result is ordered before what this
-    thread's stream does next. CPU tensors go over the mesh.
+    collectives run on torch's streams: a call returns when the result is ordered before the next
+    work of this thread's stream. CPU tensors go over the mesh.
     """
 
     kind = "nccl"
 
 
 class UccBackend(_NamedBackend):
-    """One rank of a UCC group that is made for it.
+    """One rank of a UCC group of its own.
 
     As `GlooBackend`.
     """
@@ -170,7 +168,7 @@ _INSTALL = {
 
 
 def check_available(*kinds: str) -> None:
-    """Raise `BackendUnavailableError` unless this build of torch has such process groups."""
+    """Raise `BackendUnavailableError` if this build of torch has no such process groups."""
     if not torch.distributed.is_available():
         raise BackendUnavailableError(
             "this build of torch has no torch.distributed: install one that has it, such as those "

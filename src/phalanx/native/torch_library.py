@@ -22,7 +22,7 @@ from phalanx.native.torch_formation import FORMED, GroupFormer, ProcessGroup, St
 Work = Any  # torch.distributed.Work, which builds without distributed support lack
 
 # ------------------------------------------------------------------------------
-# What each kind of process group can do, as data.
+# The capabilities of each kind of process group, as data.
 #
 # A collective that is not in the table, or whose result would not be what `ReduceOp` promises, is
 # done with rounds of messages instead.
@@ -41,10 +41,10 @@ class GroupKind:
 
     title        its name, for messages
     dtypes       for each reduction, the dtypes that it computes as `ReduceOp` promises
-    collectives  those that it has
+    collectives  the names of its collectives
     on_stream    whether its collectives run on a device's stream
     averages     whether it computes means itself, instead of sums
-    break_off    ends at once all that is under way in a group; None: nothing does
+    break_off    ends all pending calls of a group at once; None: nothing does
     """
 
     title: str
@@ -55,7 +55,7 @@ class GroupKind:
     break_off: Callable[[ProcessGroup], None] | None = None
 
     def has(self, call: NativeCall) -> bool:
-        """Whether groups of this kind carry out such a collective."""
+        """Return whether groups of this kind carry out such a collective."""
         collective, source, _, op, _ = call
         if op is None or collective not in self.collectives:
             return collective in self.collectives
@@ -64,7 +64,7 @@ class GroupKind:
 
 
 def _break_off_gloo(group: ProcessGroup) -> None:
-    """A receive that times out makes Gloo close the connections to all peers."""
+    """Close the connections to all peers, by a receive that times out."""
     for peer in range(group.size()):
         if peer != group.rank():
             with suppress(RuntimeError):  # it says so; or the peer has closed, and the next may do
@@ -72,7 +72,7 @@ def _break_off_gloo(group: ProcessGroup) -> None:
 
 
 # Gloo's minimum and maximum of NaN and a number are either; its sum of many float16 may overflow
-# where their mean does not.
+# though their mean does not.
 _GLOO_DTYPES = dict.fromkeys(ReduceOp, _WHOLE) | {
     ReduceOp.SUM: _NUMBERS,
     ReduceOp.MEAN: _NUMBERS - {torch.float16},
@@ -84,7 +84,7 @@ _UCC = GroupKind(
     dict.fromkeys((ReduceOp.SUM, ReduceOp.MEAN), _FLOATS | {torch.int32, torch.int64}),
     frozenset({"all_reduce", "broadcast", "all_gather", "all_to_all"}),
 )
-# What any group can be expected to do.
+# The capabilities of any group.
 OTHER = GroupKind(
     "the process group",
     dict.fromkeys((ReduceOp.SUM, ReduceOp.MEAN), _FLOATS),
@@ -107,7 +107,7 @@ KINDS: Mapping[str, Mapping[str, GroupKind]] = MappingProxyType(
 
 
 def kinds_of(group: ProcessGroup) -> Mapping[str, GroupKind]:
-    """For each kind of device that a group takes tensors of, what it does with them."""
+    """Return the kind of a group on each kind of device that it takes tensors of."""
     devices = getattr(group, "_device_types", None)
     if devices is None:  # one of a process group's backends, without the process group
         return KINDS.get(group.name(), {"cpu": OTHER})
@@ -130,7 +130,7 @@ _OPS: Mapping[ReduceOp, Any] = MappingProxyType(
 def start_reduction(
     group: ProcessGroup, call: NativeCall, kind: GroupKind
 ) -> tuple[Work, Callable[[], object] | None]:
-    """Start it: torch's `Work`, and what is to be done when that is over.
+    """Start a reduction: return torch's `Work`, and the function to run when it is over.
 
     Reductions work in place, so the input is copied to the result's memory first.
     """
@@ -186,7 +186,7 @@ def start_move(group: ProcessGroup, call: NativeCall) -> Work:
 
 
 def _in_place(source: Tensor | None, out: Tensor | None) -> Tensor:
-    """The result's memory, with this rank's input in it."""
+    """Return the result's memory, with this rank's input in it."""
     if out is None:
         assert source is not None
         return source
@@ -196,7 +196,7 @@ def _in_place(source: Tensor | None, out: Tensor | None) -> Tensor:
 
 
 def _bits(tensor: Tensor | None) -> Tensor:
-    """The tensor as bytes, a dtype that every group can move."""
+    """Return the tensor as bytes, a dtype that every group can move."""
     assert tensor is not None
     # Of one element, also a tensor with another stride is contiguous.
     flat = tensor.as_strided((tensor.numel(),), (1,))
@@ -204,14 +204,14 @@ def _bits(tensor: Tensor | None) -> Tensor:
 
 
 def _rows(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
-    """One part for each rank."""
+    """Return one part for each rank."""
     return list(_bits(tensor).view(group.size(), -1).unbind(0))
 
 
 class CollectiveWork(Handle):
-    """A collective of a process group, and what is done with its result afterwards.
+    """A collective of a process group, and the copy of its result afterwards.
 
-    finish   called once, when it is over, by the thread that finds out; None: nothing
+    finish   called once, when it is over, by the thread that notices; None: nothing
     """
 
     __slots__ = ("_finish", "_work", "on_stream")
@@ -227,7 +227,7 @@ class CollectiveWork(Handle):
         if work is not None:
             if not work.is_completed():
                 return False
-            work.wait()  # raises what went wrong
+            work.wait()  # raises its error
             self._end()
         return True
 
@@ -258,8 +258,8 @@ class CollectiveWork(Handle):
 class ProcessGroupLibrary(Library):
     """A process group of torch's.
 
-    kinds   for each kind of device, what such groups can do
-    owned   whether it was made here: then it is ended here, too
+    kinds   the capabilities of such groups for each kind of device
+    owned   whether it was made here, and is ended here, too
     former  makes groups of some of the ranks; None where that cannot be
     """
 
@@ -334,7 +334,7 @@ def library_over(
     place: tuple[Store, str] | None,
     topology: tuple[int, ...],
 ) -> Library:
-    """A given process group as a library; sub-groups of it are formed at its place in its store."""
+    """Return a given process group as a library, whose sub-groups are formed through its store."""
     names = [name for name, known in KINDS.items() if kinds.items() <= known.items()]
     former = None
     if place is not None and len(kinds) == 1 and len(names) == 1 and names[0] in FORMED:

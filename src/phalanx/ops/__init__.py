@@ -1,1 +1,1 @@
-"""What serves jobs from outside: seeing them, clusters, other people's files, benches, loggers."""
+"""Services to jobs from outside: watching, clusters, foreign checkpoints, benches, loggers."""

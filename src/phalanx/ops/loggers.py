@@ -1,4 +1,4 @@
-"""Where `Scalars` writes: files and loggers of others, each in a few lines.
+"""The targets of `Scalars`: files and loggers of other packages, each in a few lines.
 
     jsonl:runs/a.jsonl           a line a record: {"step": 9, "time": 1.7e9, "loss": 2.3}
     tensorboard:runs/a           an event file in that folder
@@ -6,12 +6,11 @@
     wandb:offline                a run of the project "phalanx" (or wandb:online)
     trackio                      a run of the project "phalanx" in Trackio's folder
 
-A writer is made in rank 0's thread for it (`training/scalars.py`), when the first record comes, and
-is given the first step that this process logs. What was written of that step, and of later ones,
-goes:
+A writer is made in rank 0's thread for it (`training/scalars.py`), when the first record comes,
+with the first step that this process logs. Earlier records of that step, and of later ones, go:
 
     jsonl         is truncated
-    tensorboard   is told that a session begins at that step; readers drop what was later
+    tensorboard   gets a session start at that step; readers drop later records
     mlflow,       whose records cannot be removed one by one, copy those before it into a new run;
     trackio       the old run is deleted (MLflow can restore it)
     wandb         begins a new run of the same group; the old run stays as it is
@@ -66,7 +65,6 @@ class JsonLines:
         self._size += written
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._descriptor)
 
 
@@ -75,7 +73,7 @@ _LONGEST = 16 << 20  # bytes of a line
 
 
 def _bytes_before(path: str, first: int) -> int:
-    """How many bytes the lines of earlier steps have; the last line may be half a line."""
+    """Return the number of bytes in lines of earlier steps; the last line may be half a line."""
     size = 0
     with files.reading(path) as file, open(file, "rb", closefd=False) as lines:
         for number, line in enumerate(iter(partial(lines.readline, _LONGEST), b""), 1):
@@ -122,7 +120,6 @@ class TensorBoard:
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._writer.close()
 
 
@@ -161,7 +158,7 @@ class MLflow:
         self._client.log_batch(self._run, metrics)
 
     def close(self) -> None:
-        """Say that the run has ended."""
+        """Set the run's status to ended."""
         self._client.set_terminated(self._run)
 
 
@@ -180,11 +177,9 @@ class WandB:
         )
 
     def write(self, step: int, means: Mapping[str, float]) -> None:
-        """Log a row."""
         self._run.log(dict(means), step=step)
 
     def close(self) -> None:
-        """Write what is left."""
         self._run.finish()
 
 
@@ -215,19 +210,18 @@ class Trackio:
         )
 
     def write(self, step: int, means: Mapping[str, float]) -> None:
-        """Log a row."""
         self._log([dict(means)], [step])
 
     def close(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: all records are in the database."""
 
 
 # ------------------------------------------------------------------------------
-# What `to` may name
+# The targets that `to` may name
 
 
 class TargetKind(NamedTuple):
-    """A kind of target: its writer, the package and extra, and what stands after the colon."""
+    """A kind of target: its writer, its package and extra, and the part after the colon."""
 
     make: Callable[[str, str, int], Writer]
     package: str
@@ -245,9 +239,9 @@ KINDS: Mapping[str, TargetKind] = {
 
 
 def parse(to: object) -> WriterFactory:
-    """What makes the writer of one of `to`.
+    """Return a function that makes the writer of one of `to`.
 
-    Raises ValueError for what names none, ModuleNotFoundError for a missing package. Imports none.
+    Raises ValueError for an unknown name, ModuleNotFoundError for a missing package. Imports none.
     """
     name, colon, target = to.partition(":") if isinstance(to, str) else ("", "", "")
     kind = KINDS.get(name)

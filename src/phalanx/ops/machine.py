@@ -1,7 +1,7 @@
-"""What this machine has, as `phalanx doctor` finds it by looking, without starting ranks.
+"""A description of this machine for `phalanx doctor`, without starting ranks.
 
-A function named `find_...` is a check, and its row in `doctor.py` says what it looks at. Those
-named `judge_...` say what a figure means.
+A function named `find_...` is a check, and its row in `doctor.py` names its subject. Those named
+`judge_...` explain a figure.
 """
 
 # ruff: noqa: D103
@@ -41,8 +41,8 @@ class Finding:
     """The result of one check, in words for the user and for a bug report.
 
     status  "info" is neither good nor bad; with "fail" something does not work here
-    what    what is so
-    hint    what to do about it
+    what    the fact
+    hint    the advice
     """
 
     status: Literal["ok", "info", "warn", "fail"]
@@ -55,7 +55,7 @@ warn, fail = partial(Finding, "warn"), partial(Finding, "fail")
 
 
 # ------------------------------------------------------------------------------
-# Software: what is installed.
+# Software: the installed packages.
 
 _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,]+\])?(?:>=([\d.]+))?(?:.*extra == ['\"](\w+)['\"])?")
 _EXTRAS_FOR_USERS = ("plot", "mpi")  # others are for work on Phalanx itself, or in doctor.py
@@ -92,7 +92,7 @@ def find_torch() -> Finding:
 
 
 def find_packages(requirements: Sequence[str] | None = None) -> Finding:
-    """Whether the packages that Phalanx needs are there, in versions that will do."""
+    """Return whether Phalanx's packages are there, in sufficient versions."""
     if requirements is None:
         requirements = requires("phalanx") or []
     found: list[str] = []
@@ -201,7 +201,7 @@ def find_memory() -> Finding:
 
 
 def read_sizes(path: str) -> dict[str, int]:
-    """Return the sizes that a file of Linux's /proc has (`VmRSS:  12 kB`), in bytes."""
+    """Return the sizes in a file of Linux's /proc (`VmRSS:  12 kB`), in bytes."""
     sizes = {}
     for line in Path(path).read_text().splitlines():
         name, _, value = line.partition(":")
@@ -216,7 +216,7 @@ def find_open_files() -> Finding:
 
 
 def judge_open_files(soft: int, hard: int) -> Finding:
-    """Return what a limit on open files means: each rank holds a connection to every other."""
+    """Explain a limit on open files: each rank holds a connection to every other."""
     words = f"{_limit(soft)} open files (hard limit {_limit(hard)})"
     if 0 <= soft < FEW_FILES:
         return warn(words, f"ulimit -n {FEW_FILES}, or more than ranks in the job by 100")
@@ -248,7 +248,7 @@ def find_room_in_shared_memory() -> Finding:
 
 
 def judge_shared_memory(total: int, free: int) -> Finding:
-    """Return whether what a DataLoader's workers, and libraries such as NCCL, share has room."""
+    """Return whether shared memory has room for a DataLoader's workers, and for NCCL and others."""
     words = f"/dev/shm: {total / MIB:.0f} MiB, {free / MIB:.0f} MiB free"
     if free >= LITTLE_SHARED_MEMORY:
         return ok(words)
@@ -275,7 +275,7 @@ def find_temporary_files() -> Finding:
 
 
 def find_start_of_processes() -> Finding:
-    """Python itself, without torch: everything that a rank does comes on top."""
+    """Time the start of Python itself, without torch: a rank adds all else to it."""
     begin = perf_counter()
     subprocess.run([sys.executable, "-I", "-S", "-c", ""], check=True, timeout=30)
     seconds = perf_counter() - begin
@@ -289,7 +289,7 @@ def find_clock() -> Finding:
 
 
 def judge_clock(now: float, resolution: float, adjustable: bool) -> Finding:
-    """Return whether timeouts can be trusted, and times of several hosts compared."""
+    """Return whether timeouts can be trusted, and several hosts' times be compared."""
     date = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
     words = f"{date}; steady clock in steps of {resolution * 1e9:.0f} ns"
     if adjustable or resolution > 1e-3:
@@ -305,7 +305,7 @@ _PACKAGES = ("phalanx", "torch", "mpi4py", "openmpi", "deepspeed", "mlx")
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return what figures depend on: processor, cores, system, load, and versions of packages."""
+    """Return the facts behind figures: processor, cores, system, load, versions of packages."""
     processor = platform.processor()
     with suppress(OSError):
         for line in reversed(Path("/proc/cpuinfo").read_text().splitlines()):
@@ -323,7 +323,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------
-# Environment: the variables that change what Phalanx, torch and their libraries do.
+# Environment: the variables that Phalanx, torch and their libraries read.
 
 _MATTER = re.compile(
     r"((PHALANX|MASTER|LOCAL|GROUP|NCCL|GLOO|UCX|UCC|OMPI_COMM_WORLD|PMI|PMIX|MPI|KMP|MKL|GOMP)_"
@@ -338,7 +338,7 @@ _NOT_SECRET = frozenset({"PHALANX_TOKEN_FILE"})
 
 
 def shown_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return the variables that matter as NAME=value; of a secret only that it is set."""
+    """Return the variables that matter as NAME=value; for a secret only that it is set."""
     shown = []
     for name, value in sorted(environ.items()):
         if _MATTER.fullmatch(name):
@@ -377,7 +377,7 @@ def find_launcher() -> Finding:
 
 
 def find_threads(environ: Mapping[str, str] = os.environ, cores: int = 0) -> Finding:
-    """Whether OMP_NUM_THREADS fits a host of so many cores (0: this one's)."""
+    """Return whether OMP_NUM_THREADS fits a host of so many cores (0: this one's)."""
     text, cores = environ.get("OMP_NUM_THREADS"), cores or usable_cores()
     if text is None:
         return ok("OMP_NUM_THREADS is not set: the launcher shares the cores among the ranks")
@@ -428,7 +428,7 @@ def find_ipv6() -> Finding:
 
 
 def _connect_to_self(family: int, host: str) -> Finding | None:
-    """Connect to ourselves; return what is wrong, or None."""
+    """Connect to ourselves; return the problem, or None."""
     try:
         with socket.create_server((host, 0), family=family) as listener:
             listener.settimeout(5)

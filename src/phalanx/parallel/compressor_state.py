@@ -1,11 +1,11 @@
 """A compressor's state by ranks, as part of a state dict.
 
-    compression@2/4.residual.layer.weight          what rank 2 of 4 has left over of layer.weight
+    compression@2/4.residual.layer.weight          the residual of layer.weight on rank 2 of 4
     compression@2/2x4.residual.0-9.layer.weight    of elements 0:9, rank 2 of 2 x 4: gradients are
                                                    sharded over 4 ranks, then averaged over 2
 
-Every rank has another state, so each key names its rank: the states of all ranks can be
-joined, one that is missing is noticed, and none is taken for another rank's.
+Every rank has another state, so each key names its rank: the states of all ranks can be joined, a
+missing one is noticed, and none is taken for another rank's.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ _OWN_KEY = re.compile(r"\w+@(\d{1,6}/\d{1,6}(?:x\d{1,6})?|all)\..*", re.DOTALL)
 
 
 class GradientSharding(NamedTuple):
-    """How gradients are sharded over ranks before a compressor averages them.
+    """The sharding of gradients over ranks before a compressor averages them.
 
     2 x 4 ranks     rank 0    1    2    3      the shards of one copy
                     rank 4    5    6    7      those of another one; 0 and 4 average theirs
 
-    shards   over how many consecutive ranks
-    slices   what this rank has of them, by elements and name (`slice_key`)
+    shards   number of consecutive ranks that share one copy
+    slices   this rank's part of them, by elements and name (`slice_key`)
     """
 
     shards: int
     slices: frozenset[str]
 
     def has(self, names: Iterable[str]) -> bool:
-        """Whether this rank has all of these."""
+        """Return whether this rank has all of these."""
         return self.shards == 1 or self.slices.issuperset(names)
 
     def rank_in_keys(self, backend: Backend) -> str:
-        """This rank: `2/4`, or `2/2x4` of 2 copies with 4 shards each."""
+        """Return this rank as in keys: `2/4`, or `2/2x4` of 2 copies with 4 shards each."""
         copies = f"{backend.world_size // self.shards}x" if self.shards > 1 else ""
         return f"{backend.rank}/{copies}{self.shards if copies else backend.world_size}"
 
@@ -76,14 +76,14 @@ UNSHARDED = GradientSharding(1, frozenset())
 def own_state(
     compressor: Compressor, backend: Backend, sharding: GradientSharding = UNSHARDED
 ) -> dict[str, Tensor]:
-    """The compressor's state on this rank, under keys that name the rank."""
+    """Return the compressor's state on this rank, under keys that name the rank."""
     prefix = f"compression@{sharding.rank_in_keys(backend)}."
     return {prefix + key: value for key, value in compressor.state_dict().items()}
 
 
 def is_own_key(key: str) -> bool:
-    """Whether a key of a state dict names its rank: `<what>@<rank>/<ranks>.<key>`, or
-    `<what>@all.<key>` for what is the same on every rank. Keys of parameters do not.
+    """Return whether a key of a state dict names its rank: `<what>@<rank>/<ranks>.<key>`, or
+    `<what>@all.<key>` for values that all ranks share. Keys of parameters do not.
     """
     return _OWN_KEY.fullmatch(key) is not None
 
@@ -91,8 +91,8 @@ def is_own_key(key: str) -> bool:
 def needed(
     keys: Iterable[str], backend: Backend, sharding: GradientSharding = UNSHARDED
 ) -> list[str]:
-    """Those of all ranks' keys that this rank loads: its own and those of all, if there were as
-    many ranks, and gradients sharded alike; else every one.
+    """Return the keys of all ranks that this rank loads: its own and the common ones, if ranks and
+    sharding are as before; else all.
     """
     listed, mine = list(keys), sharding.rank_in_keys(backend)
     owner = {key: match[1] for key in listed if (match := _OWN_KEY.fullmatch(key))}
@@ -104,7 +104,7 @@ def needed(
 
 
 def without_own(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """A state dict without such keys, itself if it has none; and what is under them."""
+    """Return a state dict without such keys, itself if it has none; and their entries."""
     own = {key: value for key, value in state.items() if is_own_key(key)}
     if not own:
         return state, own
@@ -112,7 +112,7 @@ def without_own(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, 
 
 
 def with_versions(entries: Mapping[str, Any], state: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Entries as a state dict, with the versions of modules that `state` has, if it has any."""
+    """Return entries as a state dict, with the versions of modules in `state`, if it has any."""
     versioned = OrderedDict(entries)
     if hasattr(state, "_metadata"):
         versioned._metadata = state._metadata  # type: ignore[attr-defined]
@@ -131,16 +131,16 @@ def load_own(
     sizes_of: Mapping[str, int] | None = None,
     sharding: GradientSharding = UNSHARDED,
 ) -> None:
-    """Go on from the states in a dict, of which other keys are left alone.
+    """Load the states in a dict, and ignore its other keys.
 
     sizes_of   of each gradient, by name, if they are known: `SizeMismatchError`, which names it,
-               for what was left over of one that is not there, or has another size
-    sharding   what of them this rank's compressor averages
+               for the residual of one that is not there, or has another size
+    sharding   the part of them that this rank's compressor averages
 
-    Without any the compressor keeps the state that it has. A warning in the log says what is lost.
-    Where gradients were sharded otherwise, what was left over of them is shared out anew, and what
-    else compressors remember (where PowerSGD begins) begins anew, too. Raises ValueError for states
-    of different numbers of ranks, and for what is no state; the compressor is as before then.
+    Without any, the compressor keeps its state. A warning in the log names the loss. If gradients
+    were sharded otherwise, residuals are shared out anew, and other state of compressors
+    (PowerSGD's Q) begins anew, too. Raises ValueError for states of different numbers of ranks, and
+    for entries that are no state; the compressor stays as it was then.
     """
     states, layouts = _states_in(state)
     if not states:
@@ -182,7 +182,7 @@ def load_own(
 
 
 def _states_in(state: Mapping[str, Any]) -> tuple[States, set[tuple[int, int]]]:
-    """The compressors' states in a dict, and of how many copies and shards they are."""
+    """Return the compressors' states in a dict, and their numbers of copies and shards."""
     states: dict[int, dict[str, Tensor]] = {}
     layouts = set()
     for key, value in state.items():
@@ -200,9 +200,9 @@ def _share_of(
     sharding: GradientSharding,
     sizes_of: Mapping[str, int] | None,
 ) -> dict[str, Tensor]:
-    """This rank's share of what averages were short of, where gradients are sharded otherwise now.
+    """Return this rank's share of the residuals, if gradients are sharded otherwise now.
 
-    layout   of how many copies and shards the states are
+    layout   the states' numbers of copies and shards
     """
     copies_then, shards_then = layout
     dtype = torch.float32
@@ -224,11 +224,11 @@ def _share_of(
 
 
 def _check_intact(states: States, backend: Backend, sizes_of: Mapping[str, int] | None) -> None:
-    """Raise unless these can be states of compressors; nothing has been loaded then.
+    """Raise, before anything is loaded, unless these can be states of compressors.
 
-    `SizeMismatchError`, which names it, for what was left over of a gradient that is not there, or
-    has another size, here or on another of the ranks; ValueError for what is no state: values that
-    are not finite would come back in every average.
+    `SizeMismatchError`, which names it, for the residual of a gradient that is not there, or has
+    another size, here or on another rank; ValueError for entries that are no state: values that are
+    not finite would come back in every average.
     """
     rank = backend.rank
     sizes = dict(sizes_of or {})

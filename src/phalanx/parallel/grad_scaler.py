@@ -1,4 +1,4 @@
-"""Loss scaling, where each rank has a part of the gradients only."""
+"""Loss scaling, if each rank has only a part of the gradients."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class GradScaler(torch.amp.GradScaler):
 
     With FSDP an infinity may lie in one rank's shard alone, and with a pipeline in one stage's
     gradients; torch's own scaler would skip the step there, and go on with the others. With DDP,
-    where averages are the same everywhere, either one does. `backend` has all ranks that step
-    together. A pipeline goes back by itself, so what is scaled is what its loss function returns:
+    whose averages are the same everywhere, either one will do. `backend` has all ranks that step
+    together. A pipeline runs backward itself, so scale the result of its loss function:
 
         loss = pipeline.train_step(x, y, lambda *given: scaler.scale(criterion(*given)))
         loss /= scaler.get_scale()              # before update()
@@ -53,10 +53,10 @@ class GradScaler(torch.amp.GradScaler):
         all_reduce_(anywhere, self._backend, ReduceOp.MAX, label="GradScaler, an optimizer")
         for value in found.values():
             value.fill_(anywhere.item())
-        return found or {inv_scale.device: anywhere}  # as where all layers are frozen
+        return found or {inv_scale.device: anywhere}  # as if all layers are frozen
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """The optimizer's step, or none on any rank, of which wrappers are told."""
+        """Take the optimizer's step on all ranks, or skip it on all; tell wrappers of a skip."""
         result = super().step(optimizer, *args, **kwargs)
         if skipped_step(self, optimizer):
             tell(lambda owner, skipped: owner.after_skip(skipped), optimizer)

@@ -1,7 +1,7 @@
-"""Gradients of which other ranks have the other parts: torch's norm of them is refused.
+"""Gradients that are parts, with the others on other ranks: torch's norm of them is refused.
 
-`torch.nn.utils.clip_grad_norm_` knows of one process. On each rank it would find another norm, and
-scale by it, so that what is to be alike on all ranks drifts apart. No other error would follow.
+`torch.nn.utils.clip_grad_norm_` knows one process. On each rank it would find another norm, and
+scale by it, so that the ranks' parameters drift apart. No other error would follow.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from phalanx.torch_internals import as_plain_tensors
 
 
 class GradientPart(Tensor):
-    """A `.grad` that is a part. What is computed from it is a plain tensor."""
+    """A `.grad` that is a part. Results computed from it are plain tensors."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func`; raises `MisuseError` for a norm of which torch's clipping makes a total."""
+        """Run `func`; raise `MisuseError` for a norm that torch's clipping adds to a total."""
         if "norm" in getattr(func, "__name__", ""):
             caller = sys._getframe(1).f_globals.get("__name__")
             if caller == "torch.nn.utils.clip_grad":
@@ -48,7 +48,7 @@ def mark_part(parameter: Tensor) -> None:
 
 
 def _unmark(optimizer: Optimizer, *_: object) -> None:
-    """Optimizers compute with plain tensors, for each of which torch would call Python code."""
+    """Let optimizers compute with plain tensors: for others torch would call Python code."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if type(parameter.grad) is GradientPart:

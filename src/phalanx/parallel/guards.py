@@ -1,4 +1,4 @@
-"""Guards: what ranks compare, before and while they train, so that none trains on something else.
+"""Guards: the ranks' comparisons before and during training, so that no rank diverges.
 
 before training     check_same_model    names, shapes, dtypes, options     one message of 8 bytes
 in each pass        FiniteCheck         infinite or NaN gradients          one message of 8 bytes
@@ -43,7 +43,7 @@ def refuse(
     kind: type[DistributedError] = MisuseError,
     peer: int | None = None,
 ) -> NoReturn:
-    """Raise an error of a wrapper, or of what else `who` is, on this rank."""
+    """Raise an error of a wrapper, or of another `who`, on this rank."""
     raise kind(f"rank {rank}: {who}: {problem}", rank=rank, peer=peer, op=who)
 
 
@@ -52,15 +52,15 @@ def refuse(
 
 
 def describe(name: str, tensor: Tensor) -> str:
-    """A parameter or buffer for a message: its name, dtype, shape, and whether it is frozen."""
+    """Describe a parameter or buffer for a message: name, dtype, shape, whether it is frozen."""
     frozen = ", frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
     return f"{name} ({str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{frozen})"
 
 
 def describe_with_values(name: str, tensor: Tensor) -> str:
-    """A parameter or buffer for `check_agreement`, with a hash of its values.
+    """Return a parameter or buffer for `check_agreement`, with a hash of its values.
 
-    On the meta device there are none. Costs reading it once.
+    The meta device has none. Reads the tensor once.
     """
     if tensor.is_meta:
         return f"{describe(name, tensor)} without values"
@@ -73,8 +73,8 @@ def check_same_model(
 ) -> None:
     """Raise `DesyncError` on every rank unless all have parameters alike, in the same order.
 
-    Names, shapes, dtypes and `requires_grad` are compared, not values; and `options`, which every
-    rank has to give alike, too. Costs one message of 8 bytes; the descriptions themselves are
+    Compares names, shapes, dtypes and `requires_grad`, not values; and `options`, which have to be
+    equal on every rank, too. Costs one message of 8 bytes; the descriptions themselves are
     exchanged only when they differ.
     """
     mine = [f"{name}={value!r}" for name, value in options.items()]
@@ -94,15 +94,15 @@ def check_same_model(
 
 
 def check_agreement(lines: Sequence[str], backend: Backend, *, op: str, remedy: str) -> None:
-    """Raise `DesyncError` on every rank unless all of them say the same, line by line.
+    """Raise `DesyncError` on every rank unless all give the same lines.
 
-    lines    what this rank is about to do, in words
-    op       what is being done, for the message
-    remedy   what to do about it, a sentence without its full stop
+    lines    this rank's next action, in words
+    op       the operation, for the message
+    remedy   the advice, a sentence without its full stop
 
-    Blocks for one message of 8 bytes; the lines themselves are exchanged only when they differ.
-    The error names the first line that does, and the ranks in the minority (if there is none, those
-    that do not say what rank 0 says).
+    Blocks for one message of 8 bytes; the lines themselves are exchanged only when they differ. The
+    error names the first line that differs, and the ranks in the minority (if there is none, those
+    that differ from rank 0).
     """
     differ = difference(lines, backend, end="nothing more")
     if differ is not None:
@@ -119,7 +119,7 @@ class Skip(NamedTuple):
 
     number      of the averaging backward pass, counted from 0
     parameters  for each rank with such gradients, the first parameter of the model that has one;
-                of rank -1 where all ranks' gradients were finite and their average is not
+    of rank -1 if all ranks' gradients were finite and their average is not
     """
 
     number: int
@@ -127,15 +127,15 @@ class Skip(NamedTuple):
 
 
 def first_on_ranks(mine: int, names: Sequence[str], backend: Backend) -> dict[int, str]:
-    """For each rank whose `mine` is a place in `names`, that name. One message of 8 bytes."""
+    """Return each rank's name at `mine`, if that is a place in `names`. One message of 8 bytes."""
     found = all_gather(torch.tensor([mine], dtype=torch.int64), backend).tolist()
     return {rank: names[first] for rank, first in enumerate(found) if first < len(names)}
 
 
 class FiniteCheck:
-    """Looks for gradients that are not finite, and agrees with the other ranks on what it found.
+    """Looks for gradients that are not finite, and agrees with the other ranks on the result.
 
-    skipped   how many steps were skipped
+    skipped   number of skipped steps
     last      the last of them
     """
 
@@ -153,11 +153,11 @@ class FiniteCheck:
         self._first = min(self._first, self._first_in(bucket))
 
     def forget(self) -> None:
-        """A pass did not come to its end: forget what was found in it."""
+        """Forget the findings of a pass that did not end."""
         self._first = self._none
 
     def agree(self, averaged: Sequence[Bucket]) -> bool:
-        """Whether this step is to be skipped, the same on every rank. One message of 8 bytes."""
+        """Return whether all ranks skip this step. One message of 8 bytes."""
         mine, self._first = self._first, self._none
         bad = first_on_ranks(mine, self._names, self._backend)
         if not bad:  # and then the average may still be too large for its dtype, on all ranks alike
@@ -180,7 +180,7 @@ class FiniteCheck:
         return True
 
     def _first_in(self, bucket: Bucket) -> int:
-        """The place in the model of a bucket's first parameter whose gradient is not finite."""
+        """Return the place in the model of a bucket's first parameter with a bad gradient."""
         if is_finite(bucket.flat):
             return self._none
         return min(
@@ -194,10 +194,10 @@ class FiniteCheck:
 
 
 class DriftCheck:
-    """Compares a hash of all parameters over the ranks, every so many backward passes.
+    """Compares a hash of all parameters over the ranks after each `every` backward passes.
 
-    parameters   gives them, with their names, in the order of the model
-    every        backward passes
+    parameters   returns them, with their names, in the order of the model
+    every        number of backward passes
 
     Parameters only: buffers are rank 0's again at each forward pass, or else each rank's own.
     """
@@ -215,8 +215,8 @@ class DriftCheck:
 
         active   the ranks that train; the others take part and need not be equal
 
-        Raises `DesyncError`, on every rank, that names the first parameter that differs, and the
-        ranks that are in the minority with theirs (all of them if there is no majority).
+        Raises `DesyncError` on every rank. It names the first parameter that differs, and the ranks
+        in the minority (all of them if there is no majority).
         """
         self._passes += 1
         if self._passes % self._every:
@@ -280,7 +280,7 @@ UNANSWERED = (
 
 
 class every_rank_does(ContextDecorator):  # noqa: N801  # a generator costs 1 us more a call
-    """To errors in here that say that ranks do different things, add the rule."""
+    """Add a rule to errors raised in here that say that ranks do different things."""
 
     def __init__(self, who: str) -> None:
         self._who = who
@@ -296,9 +296,9 @@ class every_rank_does(ContextDecorator):  # noqa: N801  # a generator costs 1 us
 
 
 def explain(error: DistributedError, cause: str, *, who: str = "DDP") -> None:
-    """Add a sentence to an error that says that ranks do different things, or one does nothing.
+    """Add a sentence to an error which says that ranks do different things, or one does nothing.
 
-    A rank that has left in peace did so, too; one that died does not mean anything by it.
+    Also for a rank that closed its backend early. Not for one that died: that is no divergence.
     """
     diverged = (
         isinstance(error, (DesyncError, CollectiveTimeoutError))

@@ -30,16 +30,16 @@ class DeviceMesh:
     """The ranks of `backend` as a grid; `mesh["data"]` is this rank's line along that axis.
 
     backend      every rank of it makes the mesh
-    shape        how many ranks along each axis; their product is the world size
+    shape        number of ranks along each axis; their product is the world size
     axis_names   one for each axis, no two alike
 
     coordinates  this rank's place along each axis; `mesh["data"].rank` is the one along "data"
 
     Ranks are placed in row-major order: neighbours along the last axis have neighbouring numbers,
-    so give that to what talks most (tensor parallelism). The axes' groups are made here. Blocks for
-    one message of 8 bytes: ranks that make different grids get a `DesyncError` that names them.
-    Before that it raises `InvalidWorldSizeError` if the sizes do not multiply to the world size,
-    and `ValueError` for names that do not fit.
+    so give that to the one with most traffic (tensor parallelism). The axes' groups are made here.
+    Blocks for one message of 8 bytes: ranks that make different grids get a `DesyncError` that
+    names them. Before that it raises `InvalidWorldSizeError` if the sizes do not multiply to the
+    world size, and `ValueError` for names that do not fit.
     """
 
     def __init__(self, backend: Backend, shape: Sequence[int], axis_names: Sequence[str]) -> None:
@@ -59,7 +59,7 @@ class DeviceMesh:
         }
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> SubBackend:
-        """A backend for the ranks that differ from this one along the named axes only.
+        """Return a backend for the ranks that differ from this one along the named axes only.
 
         One name: this rank's line. Several, in the mesh's order: this rank's plane, flattened in
         row-major order. The same object each time. A plane's group is made at the first call, which
@@ -78,7 +78,7 @@ class DeviceMesh:
     if not TYPE_CHECKING:  # to which every name would exist
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Say what to give where a backend is wanted, and not a mesh."""
+            """Raise an error that names the backends to give instead of a mesh."""
             axes = self.__dict__.get("axis_names", ("data",))
             raise AttributeError(
                 f"a DeviceMesh has no {name!r}. It is no backend: take that of an axis, such as "
@@ -95,7 +95,7 @@ class DeviceMesh:
         return "\n".join([head, *self._picture()])
 
     def rank_at(self, *coordinates: int) -> int:
-        """The rank, of `backend`, at a place of the grid: one number for each axis."""
+        """Return the rank, of `backend`, at a place of the grid: one number for each axis."""
         inside = len(coordinates) == len(self.shape) and all(
             0 <= place < size for place, size in zip(coordinates, self.shape, strict=True)
         )
@@ -108,7 +108,7 @@ class DeviceMesh:
         return int(self._ranks[coordinates])
 
     def coordinates_of(self, rank: int) -> tuple[int, ...]:
-        """Where a rank of `backend` is: the opposite of `rank_at`."""
+        """Return the coordinates of a rank of `backend`: the inverse of `rank_at`."""
         self.backend.check_rank(rank)
         axes = zip(self._ranks.stride(), self.shape, strict=True)
         return tuple(rank // stride % size for stride, size in axes)
@@ -119,7 +119,7 @@ class DeviceMesh:
         return self.backend.subgroup(self._ranks[places].flatten().tolist())
 
     def _picture(self) -> Iterator[str]:
-        """The last axis from left to right, the one before downwards, the others one by one."""
+        """Draw the last axis from left to right, the one before downwards, the others in turn."""
         *outer, rows, columns = (1, *self.shape)
         *outer_names, row_name, column_name = ("", *self.axis_names)
         titles = [

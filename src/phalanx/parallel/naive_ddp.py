@@ -35,7 +35,7 @@ class NaiveDDP(nn.Module):
             broadcast_(tensor.detach(), backend, root=0)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
+        """Run the module's own forward pass."""
         return self.module(*args, **kwargs)
 
     def average_gradients(self) -> None:

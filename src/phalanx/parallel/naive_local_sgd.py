@@ -1,7 +1,7 @@
 """Local SGD and DiLoCo in their shortest form: read this first, then `local_sgd/`.
 
 Each rank takes H steps by itself, and sends nothing. Then the ranks synchronize. With t for the
-parameters after the last sync, which all ranks have alike, and t_i for rank i's own:
+parameters after the last sync, which all ranks share, and t_i for rank i's own:
 
     Local SGD   t_i  <-  mean of all t_j
     DiLoCo      d    <-  mean of all (t - t_j)      the outer gradient, or pseudo-gradient
@@ -35,7 +35,7 @@ MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 def naive_local_sgd(
     module: nn.Module, backend: Backend, step: Step, *, steps: int, every: int
 ) -> None:
-    """Train a module that is the same on every rank in the beginning, and after each sync."""
+    """Train a module that is the same on every rank at the beginning, and after each sync."""
     for number in range(1, steps + 1):
         step(number)
         if number % every == 0:
@@ -46,7 +46,7 @@ def naive_local_sgd(
 def naive_diloco(
     module: nn.Module, backend: Backend, step: Step, *, steps: int, every: int, outer: MakeOptimizer
 ) -> None:
-    """The same, with an optimizer of its own for the parameters that all ranks have alike."""
+    """Train as above, with another optimizer for the parameters that all ranks share."""
     shared = [nn.Parameter(t_i.detach().clone()) for t_i in module.parameters()]
     optimizer = outer(shared)
     for number in range(1, steps + 1):

@@ -5,9 +5,9 @@
     end of the pass         no more gradients come                    -> wait for all buckets
     all averaged            unused, not finite, drifted apart?        -> agree with the other ranks
 
-Buckets start in their order, the same on every rank, whatever the order in which gradients come.
-The first pass fills them in reverse order of the parameters; then they are built anew in the order
-in which gradients arrived on rank 0.
+Buckets start in one order, the same on every rank, in whatever order gradients arrive. The first
+pass fills them in reverse order of the parameters; then they are built anew in the order in which
+gradients arrived on rank 0.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ NAMES_SHOWN = 10
 class Reducer:
     """Averages the gradients of parameters, given by name, over the ranks of a backend.
 
-    sparse         those that get sparse gradients, which are averaged at the end of a pass
+    sparse         parameters with sparse gradients, which are averaged at the end of a pass
     synchronize    whether backward passes average; if not, they accumulate on this rank
-    join           what is known of ranks that have no batch left, inside of `DDP.join`
+    join           the state of ranks without a batch left, inside of `DDP.join`
     zero_weight    whether the backward pass that runs is of a loss with zero weight
     unanswered     forward passes since an averaging pass last began
     """
@@ -103,7 +103,7 @@ class Reducer:
         self._make_buckets()
 
     def _put_hooks(self) -> None:
-        """On parameters that require gradients, and have none yet: torch takes no others."""
+        """Put hooks on parameters that require gradients and lack them: torch takes no others."""
         hook = WrapperHook(
             Reducer._gradient_ready, weakref.ref(self)
         )  # which keeps no reducer alive
@@ -113,11 +113,11 @@ class Reducer:
             self._without_hook.remove(parameter)
 
     def _to_average(self) -> tuple[bool, ...]:
-        """For each parameter, whether the pass that begins averages its gradient."""
+        """Return for each parameter whether the pass that begins averages its gradient."""
         return tuple(p.requires_grad or p in self._unsynchronized for p in self._names)
 
     def _make_buckets(self) -> None:
-        """Of the parameters that are averaged. Nothing is sent."""
+        """Make buckets of the parameters that are averaged. Nothing is sent."""
         self._trained = [p for p, yes in zip(self._names, self._averaged, strict=True) if yes]
         self._changes = ""
         if self._averaged != self._built:
@@ -156,12 +156,12 @@ class Reducer:
         self._averaging.end_pass(self._buckets, skipped=True)
 
     def watch(self, outputs: Any, *, recomputed: bool) -> None:
-        """See to it that the backward pass from these outputs ends with averaged gradients.
+        """Let the backward pass from these outputs end with averaged gradients.
 
-        A hook where the outputs were computed queues the callback, so that it belongs to the
-        outermost backward pass, also when activation checkpointing runs others inside it.
+        A hook on the outputs queues the callback, so that it belongs to the outermost backward
+        pass, also when activation checkpointing runs others inside it.
 
-        recomputed   whether this forward pass is one that a checkpoint runs again
+        recomputed   whether a checkpoint runs this forward pass again
         """
         leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
         nodes = {leaf.grad_fn for leaf in leaves} - {None}
@@ -179,7 +179,7 @@ class Reducer:
                 "trained on each rank alone: build DDP when the module is complete"
             )
 
-    # A backward pass, and what ends like one ------------------------------------------------
+    # A backward pass, and other ways to end one ---------------------------------------------
 
     def _output_gradients_ready(self, grads: tuple[Tensor | None, ...]) -> Any:
         # A pass for chosen tensors (autograd.grad, inputs=) averages if a parameter is among them:
@@ -204,7 +204,7 @@ class Reducer:
                 self.join.exchange(phase)
 
     def _follow_freezing(self) -> None:
-        """Average in this pass what is trained now; ranks that do not are told by the labels."""
+        """Average the parameters trained now in this pass; the labels tell ranks that differ."""
         if (averaged := self._to_average()) != self._averaged:
             for parameter, name in self._names.items():
                 if parameter.requires_grad and self._averaging.compressor is not None:
@@ -215,7 +215,7 @@ class Reducer:
 
     @staticmethod
     def _gradient_ready(reference: weakref.ref[Reducer], parameter: Tensor) -> None:
-        """A parameter's gradient is complete on this rank: a hook, inside the backward pass."""
+        """Take a parameter's gradient as complete on this rank: a hook, in the backward pass."""
         self = reference()
         if self is None or not parameter.requires_grad:  # frozen since: torch adds nothing
             return
@@ -236,7 +236,7 @@ class Reducer:
         self._put(parameter)
 
     def _put(self, parameter: Tensor) -> None:
-        """Put a parameter's gradient into its bucket; start the buckets that can be started."""
+        """Put a parameter's gradient into its bucket; start the buckets that are ready."""
         bucket, grad = self._bucket_of[parameter], parameter.grad
         if grad is not None and grad.layout is not torch.strided:
             self._refuse(
@@ -263,7 +263,7 @@ class Reducer:
         return f"DDP's pass {self._passes}{failed}, bucket {number}{self._changes}"
 
     def catch_up(self) -> None:
-        """Average what was accumulated and not averaged since, if anything."""
+        """Average the gradients that were accumulated and not averaged since, if any."""
         if self._unsynchronized:
             self._begin_pass(JoinPhase.CATCHING_UP)
             self._finish_pass(JoinPhase.CATCHING_UP)
@@ -293,12 +293,12 @@ class Reducer:
                 "backward(inputs=) asks for others. Freeze what is not trained, on every rank, or "
                 "pass find_unused_parameters=True"
             )
-        for parameter in missing:  # what no_sync has accumulated, or zeros
+        for parameter in missing:  # gradients accumulated by no_sync, or zeros
             self._put(parameter)
         self._average(set(unused), phase)
 
     def _average(self, unused: set[Tensor], phase: JoinPhase) -> None:
-        """All gradients are in their buckets: wait for the averages, and agree on what counts."""
+        """Wait for the averages of all buckets, and agree with the other ranks on their use."""
         world, join = self._backend.world_size, self.join
         try:
             if self._changes and not self._buckets:  # there is no label that tells the others
@@ -335,9 +335,7 @@ class Reducer:
         return [RowGradient(parameter) for parameter in self._rows]
 
     def _finish_buckets(self, scale: float = 1) -> None:
-        """Wait until all that was started is averaged; scale it. Raises the first error, after all
-        ended.
-        """
+        """Wait until every started bucket is averaged; scale it. Then raise the first error."""
         started, self._started = self._started, []
         for bucket in self._buckets:
             bucket.pending.update(bucket.views)
@@ -348,8 +346,8 @@ class Reducer:
                 bucket.flat.mul_(scale)
 
     def _drop_unused(self, unused: set[Tensor]) -> None:
-        """Gradients of parameters that no rank has used stay None, as in one process; unless error
-        feedback sends now what it had left over of an earlier one.
+        """Leave gradients of parameters that no rank has used None, as in one process; unless error
+        feedback now sends an earlier one's residual.
         """
         used = torch.tensor([p not in unused for p in self._trained], dtype=torch.int32)
         all_reduce_(used, self._backend, ReduceOp.MAX)
@@ -358,10 +356,10 @@ class Reducer:
                 parameter.grad = None
 
     def _adopt_arrival_order(self, arrivals: dict[Tensor, None]) -> None:
-        """From now on use the order in which gradients arrived on rank 0; the others come last.
+        """Use from now on the order in which gradients arrived on rank 0; the others come last.
 
-        Every rank takes part, whatever arrived there. Where rank 0 had no batch, it is the order of
-        the first rank that had one.
+        Every rank takes part, with any arrivals. If rank 0 had no batch, it is the order of the
+        first rank that had one.
         """
         root = self.join.leader if self.join is not None else 0
         place = {p: i for i, p in enumerate(self._trained)}
@@ -377,7 +375,7 @@ class Reducer:
     # Errors ---------------------------------------------------------------------------------
 
     def check_step(self, parameter: Tensor) -> None:
-        """Refuse that an optimizer steps on a parameter inside a pass that has not averaged it."""
+        """Refuse an optimizer's step on a parameter inside a pass that has not averaged it."""
         if self._open or not self.synchronize:
             name, rank = self._names[parameter], self._backend.rank
             problem = (  # of all ranks: if of one only, its next pass tells the others

@@ -5,8 +5,8 @@ r"""SyncBatchNorm: batch norm over the joined batch of all ranks.
     rank 1   x_1 -> (mu_1, s_1, m_1) -/                   \-> y_1
 
 (Ioffe & Szegedy 2015, "Batch Normalization"; the ranks' statistics are merged as in Chan, Golub &
-LeVeque 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", so that a
-mean that is large beside the deviation costs no digits; each rank's own are computed as in their
+LeVeque 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances": a mean
+that is large beside the deviation costs no digits; each rank's own are computed as in their
 "Algorithms for Computing the Sample Variance", 1983.)
 """
 
@@ -73,7 +73,7 @@ class SyncBatchNorm(_BatchNorm):
         self.label = "SyncBatchNorm"
 
     def forward(self, input: Tensor) -> Tensor:
-        """The normalized input, of its shape and dtype. Blocks, in training, for all ranks."""
+        """Return the normalized input, of its shape and dtype. In training, block for all ranks."""
         self._check_input_dim(input)
         if not self.training:
             own = self.running_mean, self.running_var, self.weight, self.bias
@@ -92,7 +92,6 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _track(self, joined: _Statistics) -> None:
-        """Update the running statistics."""
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         if self.running_mean is None or self.running_var is None or joined.m == 0:
@@ -122,7 +121,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Statistics(NamedTuple):
-    """Of the values of a batch, by channel; float64.
+    """Statistics of the values of a batch, by channel; float64.
 
     mu   [C]  the mean
     s    [C]  the sum of squared deviations from it
@@ -135,7 +134,7 @@ class _Statistics(NamedTuple):
 
 
 def _statistics(x: Tensor) -> _Statistics:
-    """This rank's part, by the corrected two-pass algorithm (Chan et al. 1983)."""
+    """Return this rank's part, by the corrected two-pass algorithm (Chan et al. 1983)."""
     m = x.numel() // max(1, x.shape[1])
     if m == 0:
         nothing = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
@@ -150,7 +149,7 @@ def _statistics(x: Tensor) -> _Statistics:
 
 
 def _join(mine: _Statistics, backend: Backend, label: str) -> _Statistics:
-    """All ranks' statistics as one (Chan et al. 1979, for many parts at once)."""
+    """Return all ranks' statistics as one (Chan et al. 1979, for many parts at once)."""
     c = len(mine.mu)
     row = torch.cat([mine.mu, mine.s, mine.mu.new_tensor([mine.m])])
     rows = all_gather(row.unsqueeze(0), backend, label=label)
@@ -189,7 +188,7 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """With l the sum of all ranks' losses, and sums over all ranks' m values:
+        """Return gradients; with l the sum of all ranks' losses, and sums over all ranks' m values:
 
         dl/dx = gamma / sigma * (dl/dy - sum(dl/dy) / m - x_hat * sum(dl/dy * x_hat) / m)
         """
@@ -219,7 +218,7 @@ def _but_channels(x: Tensor) -> list[int]:
 
 
 def _wide_dtype(x: Tensor) -> torch.dtype:
-    """To compute with: float64, or float32."""
+    """Return the dtype to compute with: float64, or float32."""
     return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
@@ -228,7 +227,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _as(values: Tensor, x: Tensor) -> Tensor:
-    """One value for each channel, of a shape and dtype to combine with `_wide(x)`."""
+    """Return one value for each channel, of a shape and dtype to combine with `_wide(x)`."""
     return values.to(_wide_dtype(x)).view(1, -1, *[1] * (x.dim() - 2))
 
 
@@ -236,7 +235,7 @@ def _as(values: Tensor, x: Tensor) -> Tensor:
 
 
 def convert_sync_batchnorm(module: nn.Module, backend: Backend) -> nn.Module:
-    """The module with a `SyncBatchNorm` in the place of each `BatchNorm1d`, `2d` and `3d`.
+    """Replace each `BatchNorm1d`, `2d` and `3d` of a module by a `SyncBatchNorm`.
 
     Works in place, and returns the module (if it is itself a batch norm, the one that replaces it).
     A replacement has the same parameters, buffers, hooks, mode and settings: the same objects, so

@@ -47,7 +47,7 @@ def check_joinable(module: nn.Module, backend: Backend, already: Join | None) ->
 
 
 class JoinPhase(enum.IntEnum):
-    """What a rank is about to do."""
+    """The next action of a rank."""
 
     OVER = 0  # nothing: it has no batch left
     FORWARD = 1  # a forward pass, which begins with rank 0's buffers
@@ -65,11 +65,11 @@ _WORDS = {
 
 
 class Join:
-    """What the ranks know of each other while their numbers of batches may differ.
+    """The ranks' common state while their numbers of batches may differ.
 
-    active    the ranks that had a batch when the last header said that some had
+    active    the ranks that had a batch in the last header in which any had
     samples   of all ranks, in the last header
-    throws    whether the user wants to be told when one rank is over and another is not
+    throws    whether to raise an error if one rank is over and another is not
     """
 
     def __init__(
@@ -87,20 +87,20 @@ class Join:
 
     @property
     def leader(self) -> int:
-        """The rank whose buffers, and in the end parameters, count: the first that has a batch."""
+        """The first rank with a batch, whose buffers, and in the end parameters, count."""
         return self.active[0]
 
     @property
     def divisor(self) -> int:
-        """By what a sum of gradients is divided."""
+        """Return the divisor of a sum of gradients."""
         return self._backend.world_size if self._divide_by_all else len(self.active)
 
     def exchange(self, phase: JoinPhase, samples: float = 0.0) -> JoinPhase:
-        """Say what this rank is about to do; blocks until all ranks have said it. Returns what
-        those do that have a batch; OVER if none has.
+        """Tell the ranks this one's next action; block until all have told theirs. Return that of
+        the ranks with a batch; OVER if none has.
 
         Raises `DesyncError`, on every rank, if two of them do different things; `MisuseError` if
-        one rank is over, another is not, and the user wants to be told so.
+        one rank is over, another is not, and `throws` is set.
         """
         backend = self._backend
         row = torch.tensor([[float(phase), samples]], dtype=torch.float64)

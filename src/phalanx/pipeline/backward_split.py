@@ -5,20 +5,21 @@
               w2                w1                  W goes from it to the leaves
 
 B is `torch.autograd.grad` with respect to the stage's input: autograd then computes along the path
-only, and in a node with several gradients, such as that of a linear layer, only what the path
-needs. Where nodes on the path lead to weights, B also takes the gradients that come into them; each
-is where a part of W begins later, in which autograd computes the other gradients of that node. So
-nothing is computed twice, but what both parts of one node share, such as the statistics of a norm.
+only. In a node with several gradients, such as that of a linear layer, it computes only those on
+the path. If nodes on the path lead to weights, B also takes the gradients that come into them. At
+each of these a part of W begins later, in which autograd computes the other gradients of that node.
+So nothing is computed twice but the common part of one node's gradients, such as the statistics of
+a norm.
 
 Some of it cannot wait, and is done in B, so that gradients are always those of one backward pass:
 
 - a parameter that several nodes on the path lead to, so that its gradient is their sum;
-- what a node leads to that is a Python `autograd.Function`, which computes all of its gradients
+- the leaves behind a Python `autograd.Function`, which computes all of its gradients
   each time, or whose saved tensors are not kept but made again, as by `checkpoint`;
 - all, if a parameter has post-accumulate hooks, such as DDP's and FSDP's, which count on one
   backward pass for all, and with `checkpoint(use_reentrant=True)`, which forbids another way.
 
-If no gradient of the input is asked for, as on the first stage, all of it is W. Hooks on
+If no gradient of the input is requested, as on the first stage, all of it is W. Hooks on
 activations may be called in B and in W, both times with the same gradient.
 """
 
@@ -43,9 +44,9 @@ REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
 class WeightPart(NamedTuple):
     """A part of W: from the gradients that came into a node, to those of leaves.
 
-    roots       where autograd goes on: edges into the node, or the root of the graph
+    roots       autograd's starting points: edges into the node, or the root of the graph
     gradients   one for each
-    leaves      whose `.grad` it is added to; None for all that it comes to
+    leaves      the owners of `.grad` that it adds to; None for all that it reaches
     """
 
     roots: list[Any]
@@ -53,18 +54,18 @@ class WeightPart(NamedTuple):
     leaves: list[Tensor] | None
 
     def run(self) -> None:
-        """Compute it. Frees the node's saved tensors."""
+        """Compute this part of W. Frees the node's saved tensors."""
         torch.autograd.backward(self.roots, self.gradients, inputs=self.leaves)
 
 
 def backward_input(root: Tensor, gradient: Tensor, start: Tensor | None) -> list[WeightPart]:
-    """Do B of the backward pass from `root`; gives W. Blocks while it computes.
+    """Do B of the backward pass from `root`; return W. Blocks while it computes.
 
     gradient    of the root
     start       a leaf behind the stage's input; None if the input needs no gradient
 
-    The graph's saved tensors live until W is done. What was done of the weights in B is in their
-    `.grad` already.
+    The graph's saved tensors live until W is done. The gradients of weights that B has computed are
+    in `.grad` already.
     """
     graph = _reach([get_gradient_edge(root).node], _following)
     input_edge = None if start is None else get_gradient_edge(start)
@@ -96,7 +97,7 @@ def _following(node: Node) -> list[Node]:
 
 
 def _reach(first: list[Node], onward: Callable[[Node], Iterable[Node]]) -> dict[Node, None]:
-    """These nodes and all that `onward` leads to from them, in that order."""
+    """Return these nodes and all others that `onward` reaches from them, in that order."""
     order, found = list(first), dict.fromkeys(first)
     for node in order:  # which grows
         for other in onward(node):
@@ -107,7 +108,7 @@ def _reach(first: list[Node], onward: Callable[[Node], Iterable[Node]]) -> dict[
 
 
 def _leaves(graph: Iterable[Node], goal: Node) -> tuple[list[Any], dict[Node, list[Any]]]:
-    """The leaves beside the path to `goal`: those for B, and for W by the node on the path."""
+    """Return the leaves beside the path to `goal`: those for B, and for W by node of the path."""
     users: dict[Node, list[Node]] = {}
     for node in graph:
         for following in _following(node):
@@ -130,7 +131,7 @@ def _leaves(graph: Iterable[Node], goal: Node) -> tuple[list[Any], dict[Node, li
 
 
 def _needs_one_pass(node: Any) -> bool:
-    """Whether the whole graph of this node has to have one backward pass."""
+    """Return whether the whole graph of this node needs a single backward pass."""
     name: str = node.name()
     hooks = post_accumulate_hooks(node.variable) if name == ACCUMULATES else []
     # A pipeline marks all of its gradients itself.
@@ -138,7 +139,7 @@ def _needs_one_pass(node: Any) -> bool:
 
 
 def _computes_all(node: Any) -> bool:
-    """Whether a node computes all its gradients, or its saved tensors, at each pass through it."""
+    """Return whether each pass through a node computes all its gradients or saved tensors."""
     if isinstance(node, BackwardCFunction):
         return True
     for name in _names_of_saved(type(node)):  # type: ignore[arg-type]
@@ -152,5 +153,5 @@ def _computes_all(node: Any) -> bool:
 
 @cache
 def _names_of_saved(kind: Hashable) -> list[str]:
-    """The attributes of a kind of node that are saved tensors, or tuples of them."""
+    """Return the attributes of a kind of node that are saved tensors, or tuples of them."""
     return [name for name in dir(kind) if name.startswith("_raw_saved_")]

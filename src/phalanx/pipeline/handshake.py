@@ -1,8 +1,8 @@
-"""What the ranks of a pipeline agree on before they send anything else.
+"""The agreement of a pipeline's ranks before they send anything else.
 
-Once, that they have been given the same pipeline; and at the beginning of each step, that all begin
-the same call, how many samples the batch has, and what the shapes in it may depend on. If a rank
-finds something wrong, every rank raises: nothing else has been sent, and the group stays usable.
+Once, that they have the same pipeline. At the beginning of each step, that all begin the same call,
+with equal numbers of samples and equal metadata. If a rank finds a problem, every rank raises:
+nothing else has been sent, and the group stays usable.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def check_same_plan(
 ) -> bool:
     """Raise on every rank if one has a problem, or unless all have the same lines.
 
-    averages   whether layers that this rank was given are in wrappers that average gradients
+    averages   whether this rank's layers are in wrappers that average gradients
 
-    Whether any rank's are. Costs messages of 16 and 8 bytes; the lines are exchanged only when they
-    differ. The problem is raised on the rank that has it, an error of its kind on the others;
-    different lines are a `DesyncError` that names the first.
+    Returns whether any rank's are. Costs messages of 16 and 8 bytes; the lines are exchanged only
+    when they differ. The problem is raised on the rank that has it, an error of its kind on the
+    others; different lines are a `DesyncError` that names the first.
     """
     rows = _exchange([int(averages)], "Pipeline", "the making of a pipeline", problem, backend)
     remedy = "Give every rank the same layers, stages and configuration"
@@ -56,7 +56,7 @@ def handshake(
     """Begin a step together: the batch's samples, and a hash of all ranks' metadata. Blocks.
 
     call       one of `CALLS`
-    samples    in this rank's inputs and targets; NO_BATCH where it has none
+    samples    in this rank's inputs and targets; NO_BATCH if it has none
     metadata   this rank's `step_metadata`
 
     Costs a message of 40 bytes. Raises on every rank: if one has a problem, an error of its kind;
@@ -89,10 +89,10 @@ def handshake(
 
 
 def step_metadata(module: nn.Module, inputs: Tree) -> int:
-    """A hash of what the shapes and dtypes in a step may depend on, on this rank.
+    """Return a hash of this rank's settings that shapes and dtypes in a step may depend on.
 
-    Which submodules are in training mode, which parameters are frozen, default dtype, autocast; and
-    of the inputs, all but the number of samples. Where it differs, layouts are sent anew.
+    Modes of submodules, frozen parameters, default dtype, autocast; and of the inputs, all but the
+    number of samples. If it differs, layouts are sent anew.
     """
     layout, _ = MessageLayout.of(inputs, "inputs")
     return _digest(
@@ -106,7 +106,7 @@ def step_metadata(module: nn.Module, inputs: Tree) -> int:
 
 
 def _digest(*parts: object) -> int:
-    """A hash of plain values, as an int that a tensor can hold."""
+    """Return a hash of plain values, as an int that a tensor can hold."""
     return xxh3_64_intdigest(msgspec.json.encode(parts)) >> 1
 
 
@@ -118,7 +118,7 @@ def _exchange(
     backend: Backend,
     timeout: float | None = None,
 ) -> list[list[int]]:
-    """Every rank's row, unless a rank has a problem: then this raises on all of them."""
+    """Return every rank's row; raise on all of them if a rank has a problem."""
     try:
         mine = torch.tensor([[int(problem is not None), *row]])
         rows: list[list[int]] = all_gather(mine, backend, timeout=timeout).tolist()

@@ -131,15 +131,15 @@ class Pipeline(Wrapper):
 
     @property
     def stages(self) -> list[PipelineStage]:
-        """All stages, p * v of them: which layers each has, and on which rank."""
+        """All stages, p * v of them: the layers and the rank of each."""
         return list(self._plan.stages)
 
     @property
     def peak_activations(self) -> int:
         """The most micro-batches whose activations this rank held at one time in the last step.
 
-        Counted for each chunk. With 1F1B it is the number of stages from this one on. Where a
-        backward pass is done in two parts, all activations are held until both are done.
+        Counted for each chunk. With 1F1B it is the number of stages from this one on. If a backward
+        pass is done in two parts, all activations are held until both are done.
         """
         return self._peak
 
@@ -152,7 +152,7 @@ class Pipeline(Wrapper):
     def train_step(
         self, inputs: Tree, targets: Tree, loss: LossFunction, *, timeout: float | None = None
     ) -> Tensor:
-        """Forward and backward of one batch; the mean loss, the same bits on every rank.
+        """Run forward and backward of one batch; return the mean loss, the same bits on every rank.
 
         inputs    the batch: a tensor, or tuples, lists and dicts of tensors, samples along dim 0.
                   Used on rank 0; others may give None
@@ -169,8 +169,8 @@ class Pipeline(Wrapper):
 
         Raises on every rank, before anything else is sent: `SizeMismatchError` for fewer samples
         than micro-batches, and for batches that differ in size; `MisuseError`,
-        `UnsupportedObjectError`, `DesyncError`. An error in a layer or the loss is raised on its
-        rank as it is; the others raise a `PeerLostError` at once, and the group is broken, since
+        `UnsupportedObjectError`, `DesyncError`. An error in a layer or the loss is raised unchanged
+        on its rank; the others raise a `PeerLostError` at once, and the group is broken, since
         messages may still be under way.
         """
         with self.backend.progress.one_step(self):
@@ -184,7 +184,7 @@ class Pipeline(Wrapper):
     def evaluate(
         self, inputs: Tree, targets: Tree, loss: LossFunction, *, timeout: float | None = None
     ) -> Tensor:
-        """The mean loss of one batch, as `train_step`, without gradients and in eval mode.
+        """Return the mean loss of one batch, as `train_step`, without gradients and in eval mode.
 
         Restores the modes afterwards. A batch with fewer samples than micro-batches is cut into as
         many micro-batches as it has samples.
@@ -198,10 +198,10 @@ class Pipeline(Wrapper):
                 part.training = training
 
     def pipeline_bubble(self) -> PipelineBubble:
-        """The share of the last train_step in which ranks waited, measured, beside the theory.
+        """Return the measured share of the last train_step in which ranks waited, and the theory.
 
-        Every rank calls it. Costs a message of 16 bytes. It has a meaning only where ranks compute
-        at the same time: not with more ranks than processors, nor in `simulate`, where they take
+        Every rank calls it. Costs a message of 16 bytes. It has a meaning only if ranks compute at
+        the same time: not with more ranks than processors, nor in `simulate`, where they take
         turns. Raises `MisuseError` before the first step.
         """
         if self._measured is None:
@@ -217,7 +217,7 @@ class Pipeline(Wrapper):
         return PipelineBubble(float(measured), self.config.bubble)
 
     def forward(self, *_: object) -> None:
-        """Raises `MisuseError`: a pipeline is not called, since a rank has only some layers."""
+        """Raise `MisuseError`: a pipeline is not called, since a rank has only some layers."""
         raise MisuseError(
             f"rank {self.backend.rank}: a Pipeline cannot be called, since this rank has only some "
             "of the layers: use train_step or evaluate",
@@ -228,7 +228,7 @@ class Pipeline(Wrapper):
     def _run(
         self, call: str, inputs: Tree, targets: Tree, loss: LossFunction, timeout: float | None
     ) -> tuple[PipelineStep, Tensor]:
-        """Carry out a step; the mean loss."""
+        """Run a step; return the mean loss."""
         config, backend, plan = self.config, self.backend, self._plan
         row, ranks, rank = SCHEDULES[config.schedule], [s.rank for s in plan.stages], backend.rank
         train = call == "train_step"
@@ -284,7 +284,7 @@ class Pipeline(Wrapper):
     def _samples(
         self, inputs: Tree, targets: Tree, loss: LossFunction, needed: int
     ) -> tuple[int, int]:
-        """The samples of the inputs and of the targets, if they are there and can be used."""
+        """Return the numbers of samples of inputs and targets. Raise if a batch cannot be used."""
         rank, last = self.backend.rank, self._plan.stages[-1].rank
         given = (("inputs", inputs, 0), ("targets", targets, last))
         for name, tree, user in given:
@@ -303,7 +303,7 @@ class Pipeline(Wrapper):
 
 
 def _told_to_all(error: BaseException, rank: int, doing: str) -> DistributedError:
-    """The error that fails the group, whose other ranks wait; says in both what was being done."""
+    """Return the error for the ranks that wait; it names this rank's activity."""
     if isinstance(error, DistributedError):
         if not error.message.startswith("rank "):
             error.message = f"rank {rank}: {error.message}"
@@ -317,11 +317,11 @@ def _told_to_all(error: BaseException, rank: int, doing: str) -> DistributedErro
 
 
 def _samples_in(tree: Tree, name: str) -> int:
-    """How many samples a batch has: the length of its tensors' first dim.
+    """Return the number of samples in a batch: the length of its tensors' first dim.
 
     Raises `SizeMismatchError` if they differ, and for a batch without tensors;
-    `UnsupportedObjectError` for what is no tensor; `MisuseError` for the result of a computation
-    that autograd has recorded, through which each micro-batch would go back once more.
+    `UnsupportedObjectError` for other objects than tensors; `MisuseError` for the result of a
+    computation that autograd has recorded, through which each micro-batch would go back once more.
     """
     lengths: dict[str, int] = {}
 
@@ -345,7 +345,7 @@ def _samples_in(tree: Tree, name: str) -> int:
 
 
 def _micro_batches(tree: Tree, ranges: list[tuple[int, int]], name: str) -> list[Tree]:
-    """The batch cut along dim 0: for each range these rows of every tensor, as views."""
+    """Return the batch cut along dim 0: for each range its rows of every tensor, as views."""
 
     def rows(start: int, end: int) -> Tree:
         return map_tensors(lambda _, tensor: tensor[start:end], tree, name)

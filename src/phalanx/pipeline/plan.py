@@ -1,4 +1,4 @@
-"""The plan of a pipeline: its configuration, which layers are which stage, and what layers cost."""
+"""The plan of a pipeline: its configuration, the layers of each stage, and the costs of layers."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ MOST_PASSES = 2**29  # each has a tag
 class PipelineParallelConfig(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """How a model is cut into a pipeline, and its schedule. The same on every rank.
+    """The cut of a model into a pipeline, and its schedule. The same on every rank.
 
-    num_stages         p, how many ranks share the layers: the world size of the pipeline's backend
-    num_micro_batches  m, how many parts a batch is cut into. The bubble's share shrinks with it;
+    num_stages         p, number of ranks that share the layers: the world size of the backend
+    num_micro_batches  m, number of parts of a batch. The bubble's share shrinks with it;
                        4 * num_stages is a good start
     schedule           `gpipe`, `1f1b`, `interleaved_1f1b`, `zb_h1` or `zb_v`; `schedules.py`
                        compares them
-    num_chunks         v, how many runs of layers each rank has: for `interleaved_1f1b` 2 or more,
+    num_chunks         v, number of runs of layers on each rank: for `interleaved_1f1b` 2 or more,
                        by default 2; for `zb_v` 2; for the others 1
 
-    Raises ValueError, or TypeError for a number that is none.
+    Raises ValueError, or TypeError for arguments that are no numbers.
     """
 
     num_stages: int
@@ -75,25 +75,25 @@ class PipelineParallelConfig(
 
     @property
     def chunks(self) -> int:
-        """How many runs of layers each rank has: `num_chunks`, or the schedule's default."""
+        """Number of runs of layers on each rank: `num_chunks`, or the schedule's default."""
         return self.num_chunks or SCHEDULES[self.schedule].chunks
 
     @property
     def bubble(self) -> float:
         """The share of the time in which ranks wait, in theory: (p-1) / (v m + p-1) with 1F1B.
 
-        For stages that take equally long and messages that take no time.
+        It assumes stages that take equally long and messages that take no time.
         """
         row = SCHEDULES[self.schedule]
         return row.bubble(self.num_stages, self.num_micro_batches, self.chunks)
 
     def to_json(self) -> str:
-        """As JSON; what has its default is left out."""
+        """Return it as JSON, without fields that have their defaults."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> PipelineParallelConfig:
-        """From JSON. Raises ValueError for text that is none, and for what a config cannot be."""
+        """Return the config in JSON. Raise ValueError for other text, or impossible fields."""
         return msgspec.json.decode(text, type=learned(cls))
 
 
@@ -102,7 +102,7 @@ class PipelineParallelConfig(
 
 
 class PipelineStage(NamedTuple):
-    """The layers [start_layer, end_layer), and the rank that they are on."""
+    """The layers [start_layer, end_layer), and their rank."""
 
     start_layer: int
     end_layer: int
@@ -122,7 +122,7 @@ def split_into_stages(num_layers: int, num_stages: int) -> list[PipelineStage]:
 
 
 def balance_stages(costs: Sequence[float], num_stages: int) -> list[PipelineStage]:
-    """Cut layers into stages so that the one that costs most costs as little as it can.
+    """Cut layers into stages such that the largest cost of a stage is as small as possible.
 
     costs        of each layer, in any unit, 0 or more: seconds (see `measure_layer_costs`), FLOPs,
                  bytes of parameters
@@ -146,7 +146,8 @@ def balance_stages(costs: Sequence[float], num_stages: int) -> list[PipelineStag
 
     @cache
     def best(start: int, stages: int) -> tuple[float, int]:
-        """The least sum of squares of the layers from `start` on, and where its first stage ends.
+        """Return the least sum of squares of the layers from `start` on, and the end of its first
+        stage.
 
         It is infinite if these layers cannot be so many stages.
         """
@@ -185,7 +186,7 @@ def _stages(ends: list[int]) -> list[PipelineStage]:
 
 
 def _smallest_maximum(upto: list[int], num_stages: int) -> int:
-    """The least that the largest of `num_stages` stages can cost, by bisection."""
+    """Return the least possible cost of the largest of `num_stages` stages, by bisection."""
 
     def fits(most: int) -> bool:
         start = 0
@@ -204,7 +205,7 @@ def _smallest_maximum(upto: list[int], num_stages: int) -> int:
 
 
 class PipelinePlan(NamedTuple):
-    """Which layers are which stage; the same on every rank.
+    """The layers of each stage; the same on every rank.
 
     names    of all layers, in their order
     stages   p * v of them, each with its layers and its rank
@@ -216,19 +217,19 @@ class PipelinePlan(NamedTuple):
     lines: Sequence[str] = ()
 
     def names_in(self, stage: int) -> tuple[str, ...]:
-        """The names of a stage's layers."""
+        """Return the names of a stage's layers."""
         start, end, _ = self.stages[stage]
         return self.names[start:end]
 
     def describe_stage(self, stage: int) -> str:
-        """A stage for a message: `stage 1 (layers 4 to 7)`."""
+        """Return a stage for a message: `stage 1 (layers 4 to 7)`."""
         names = self.names_in(stage)
         which = f"layer {names[0]}" if len(names) == 1 else f"layers {names[0]} to {names[-1]}"
         return f"stage {stage} ({which})"
 
 
 def named_layers(layers: nn.Sequential | Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """The layers by their names: a container's own, or else their numbers."""
+    """Return the layers by their names: a container's own, or else their numbers."""
     if isinstance(layers, (nn.Sequential, nn.ModuleList)):
         pairs = [(name, layer) for name, layer in layers._modules.items()]  # repeated ones, too
     elif isinstance(layers, nn.Module) or not isinstance(layers, Sequence):
@@ -251,10 +252,10 @@ def make_plan(
     rank: int,
     world_size: int,
 ) -> PipelinePlan:
-    """Decide which layers are which stage.
+    """Assign layers to stages, and stages to ranks.
 
-    Raises `InvalidWorldSizeError` for another number of ranks than the configuration's stages,
-    ValueError for layers that cannot be cut up so, `UnsupportedOperationError` for parameters that
+    Raises `InvalidWorldSizeError` unless there are as many ranks as stages in the configuration,
+    ValueError for layers that cannot be cut up so. `UnsupportedOperationError` for parameters that
     ranks would share, `MisuseError` for layers of this rank on the meta device.
     """
     p, count = config.num_stages, config.num_stages * config.chunks
@@ -303,8 +304,8 @@ def _check_stages(stages: Sequence[PipelineStage], num_layers: int, count: int) 
 
 
 def _describe(layer: nn.Module) -> str:
-    """A layer for a comparison, as the plain model has it. Ranks may differ in what is wrapped, in
-    what is frozen, and on which device.
+    """Describe a layer for a comparison, as the plain model has it: ranks may differ in wrappers,
+    in frozen parameters, and in devices.
     """
     slices = slices_in(layer)
     shapes = [
@@ -348,7 +349,7 @@ def _check_parameters(plan: PipelinePlan, layers: dict[str, nn.Module], rank: in
 def check_averaging(
     layers: Mapping[str, nn.Module], own: nn.Sequential, backend: Backend
 ) -> tuple[bool, dict[str, nn.Parameter]]:
-    """Whether layers are in wrappers that average gradients, and the parameters of `own` outside.
+    """Return whether layers are in wrappers that average, and the parameters of `own` outside.
 
     Raises `MisuseError` if one of `own`, this rank's layers, averages with another stage, or skips
     non-finite gradients, which it would do for one micro-batch in one stage.
@@ -376,14 +377,15 @@ def check_averaging(
 def measure_layer_costs(
     layers: nn.Sequential | Sequence[nn.Module], inputs: Tree, *, repeats: int = 3
 ) -> list[float]:
-    """Seconds that a forward and a backward pass through each layer take; for `balance_stages`.
+    """Measure the seconds of a forward and a backward pass through each layer.
 
-    inputs    of the first layer: a micro-batch, say
-    repeats   how often each is measured, besides a first time that does not count; of these the
+    inputs    of the first layer, such as a micro-batch
+    repeats   number of measurements, besides a first one that does not count; of these the
               median is taken
 
-    Layers are copied, one at a time: none of their gradients, buffers or random states changes.
-    Ranks measure differently, and have to cut alike: `broadcast_object` what one has measured.
+    The costs are for `balance_stages`. Layers are copied, one at a time: none of their gradients,
+    buffers or random states changes. Ranks measure differently, and have to cut alike:
+    `broadcast_object` the costs of one.
     """
 
     def with_grad(_: str, tensor: Tensor) -> Tensor:  # a copy that may be changed in place

@@ -4,8 +4,8 @@ All give the same gradients. They differ in how many activations are alive at a 
 long ranks wait. In the pictures a line is a rank, a column a unit of time, and a dot is time in
 which the rank waits: the bubble. A forward pass is drawn as long as a backward pass; the bubble's
 share is the same if it is not. The zero bubble schedules cut a backward pass into two: B, the
-gradient of the stage's input, for which another rank waits, and W, the gradients of its weights,
-which fill the time in which the rank would wait. Each is drawn as long as a forward pass.
+gradient of the stage's input, for which another rank waits, and W, the gradients of its weights. W
+fills the time in which the rank would wait. Each is drawn as long as a forward pass.
 
                           bubble's share            activations alive on rank i, of 1/v stage each
     gpipe                 (p-1) / (m+p-1)           m
@@ -19,8 +19,9 @@ p: m divided by m // p, rounded up. The schedules with several chunks pay for a 
 v times as many messages. The shares hold for m >= p, for zb_v from m = 2 p - 1 on; for fewer
 micro-batches those of `interleaved_1f1b`, `zb_h1` and `zb_v` are larger (`ScheduleRow.bubble`).
 
-The layers are cut into p * v stages. Stage s is chunk s // p of rank s % p, or, where a schedule is
-V-shaped, of the ranks in turn from the first to the last and back. So with p = 2 and v = 2
+The layers are cut into p * v stages. Stage s is chunk s // p of rank s % p. If a schedule is
+V-shaped, it is a chunk of the ranks in turn from the first to the last and back. So with p = 2 and
+v = 2
 
     stage                  0       1       2       3
     chunk                  0       0       1       1
@@ -57,7 +58,7 @@ from msgspec import Struct
 
 
 class ActionKind(enum.IntEnum):
-    """Forward; backward; where that is cut in two, B for the stage's input and W for weights."""
+    """F, forward; B, backward or, if that is cut in two, for the stage's input; W, for weights."""
 
     F = 0
     B = 1
@@ -79,17 +80,17 @@ Schedule: TypeAlias = Iterator[Action]
 
 
 def F(j: int, c: int = 0) -> Action:  # noqa: N802 - the papers' letters
-    """The forward pass of micro-batch j through chunk c."""
+    """Return the forward pass of micro-batch j through chunk c."""
     return Action(ActionKind.F, j, c)
 
 
 def B(j: int, c: int = 0) -> Action:  # noqa: N802
-    """The backward pass of micro-batch j through chunk c; where there is W, without that."""
+    """Return the backward pass of micro-batch j through chunk c; without W, if there is one."""
     return Action(ActionKind.B, j, c)
 
 
 def W(j: int, c: int = 0) -> Action:  # noqa: N802
-    """The rest of the backward pass of micro-batch j through chunk c: its weights' gradients."""
+    """Return the rest of B of micro-batch j through chunk c: the gradients of its weights."""
     return Action(ActionKind.W, j, c)
 
 
@@ -111,7 +112,7 @@ def gpipe(i: int, p: int, m: int, v: int = 1) -> Schedule:
 def one_f_one_b(i: int, p: int, m: int, v: int = 1) -> Schedule:
     """One forward, one backward in turn, as soon as there is one (Narayanan et al. 2021, ICML).
 
-    So that rank i holds the activations of p - i micro-batches and not of m. PipeDream-Flush in the
+    So rank i holds the activations of p - i micro-batches and not of m. PipeDream-Flush in the
     paper. With 3 stages and 4 micro-batches:
 
         rank 0   F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
@@ -143,7 +144,7 @@ def interleaved_1f1b(i: int, p: int, m: int, v: int = 2) -> Schedule:
 
 
 def _in_turn(forward: list[Action], backward: list[Action], ahead: int) -> Schedule:
-    """`ahead` forward passes; then one forward and one backward in turn, and the rest."""
+    """Yield `ahead` forward passes; then one forward and one backward in turn, and the rest."""
     ahead = min(ahead, len(forward))
     yield from forward[:ahead]
     for one_f, one_b in zip(forward[ahead:], backward, strict=False):
@@ -160,7 +161,7 @@ def even_sizes(total: int, parts: int) -> list[int]:
 def zb_h1(i: int, p: int, m: int, v: int = 1) -> Schedule:
     """1F1B in which W waits for i more micro-batches, where it fills gaps (Qi et al. 2024, ZB-H1).
 
-    No rank holds the activations of more than p micro-batches, which is what rank 0 holds in 1F1B.
+    No rank holds the activations of more than p micro-batches, as many as rank 0 in 1F1B.
     With 3 stages and 4 micro-batches:
 
         rank 0   F0 F1 F2 .  .  B0 W0 F3 B1 W1 B2 W2 B3 W3
@@ -198,7 +199,7 @@ def zb_v(i: int, p: int, m: int, v: int = 2) -> Schedule:
 
 
 def _numbered(order: str, m: int) -> Schedule:
-    """Actions such as `F B F1`, each of which takes the next micro-batch of its kind, up to m."""
+    """Yield actions such as `F B F1`, each of the next micro-batch of its kind, up to m."""
     begun: Counter[str] = Counter()
     for name in order.split():
         if begun[name] < m:
@@ -210,8 +211,8 @@ class ScheduleRow(NamedTuple):
     """A schedule.
 
     generator     rank i of p, m micro-batches, v chunks -> its actions
-    waits         p, m, v -> how many passes of a chunk a rank waits for, if all take equally long
-    passes        of each micro-batch through a chunk: F, B, and W where backward is cut in two
+    waits         p, m, v -> number of passes of a chunk a rank waits for, if all take equally long
+    passes        of each micro-batch through a chunk: F, B, and W if backward is cut in two
     chunks        on each rank, by default
     more_chunks   whether a rank may have more than that
     v_shaped      whether the odd chunks go from the last rank to the first
@@ -225,12 +226,12 @@ class ScheduleRow(NamedTuple):
     v_shaped: bool = False
 
     def bubble(self, p: int, m: int, v: int = 1) -> float:
-        """The share of the time in which ranks wait, if all passes took equally long."""
+        """Return the share of the time in which ranks wait, if all passes took equally long."""
         waits = self.waits(p, m, v)
         return waits / (self.passes * v * m + waits)
 
     def rank_of(self, stage: int, p: int) -> int:
-        """The rank that a stage is on."""
+        """Return the rank that a stage is on."""
         c, i = divmod(stage, p)
         return p - 1 - i if self.v_shaped and c % 2 else i
 

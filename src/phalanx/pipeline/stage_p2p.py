@@ -7,8 +7,8 @@ r"""Messages between the stages in one step: activations to the next, gradients 
 Only `recv` (if the message is not there) and `wait_sends` block. A message is a tree of tensors: a
 tensor, or tuples, lists and dicts of tensors. It is sent tensor by tensor, and before the first
 message of a kind its layout: how the tensors are nested, and the shape and dtype of each. Both ends
-remember which layouts have been sent. A kind is an edge between two stages, the number of samples,
-and the step's metadata (`step_metadata`). Tags from 2 ** 30 - 1 up are the pipeline's.
+remember the layouts that have been sent. A kind is an edge between two stages, the number of
+samples, and the step's metadata (`step_metadata`). Tags from 2 ** 30 - 1 up are the pipeline's.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ Tree = Any  # Tensor | None | tuple[Tree, ...] | list[Tree] | dict[str, Tree]
 
 
 def map_tensors(fn: Callable[[str, Tensor], object], tree: Tree, name: str) -> Tree:
-    """The same tree with `fn(path, tensor)` in the place of each tensor.
+    """Return the same tree with `fn(path, tensor)` in the place of each tensor.
 
-    name    what the whole is called: paths are such as `outputs['mask'][1]`
+    name    of the whole: paths are such as `outputs['mask'][1]`
 
-    Raises `UnsupportedObjectError` (a TypeError), naming the path, for what is neither a dense
-    tensor, None, nor a tuple, list or dict: a subclass of these would not arrive as one.
+    Raises `UnsupportedObjectError` (a TypeError), naming the path, for anything but a dense tensor,
+    None, tuple, list or dict: a subclass of these would not arrive as one.
     """
     if tree is None:
         return None
@@ -69,7 +69,7 @@ def map_tensors(fn: Callable[[str, Tensor], object], tree: Tree, name: str) -> T
 
 
 def flatten(tree: Tree, name: str) -> tuple[Tree, list[Tensor]]:
-    """The tree with numbers in the place of tensors, and the tensors by these numbers."""
+    """Return the tree with numbers in the place of tensors, and the tensors by these numbers."""
     leaves: list[Tensor] = []
 
     def number(_: str, tensor: Tensor) -> int:
@@ -80,7 +80,7 @@ def flatten(tree: Tree, name: str) -> tuple[Tree, list[Tensor]]:
 
 
 def unflatten(structure: Tree, leaves: list[Tensor]) -> Tree:
-    """The tree that `flatten` took apart."""
+    """Return the tree that `flatten` took apart."""
     if structure is None:
         return None
     if type(structure) is int:
@@ -102,7 +102,7 @@ class TensorSpec(NamedTuple):
 
 
 class MessageLayout(NamedTuple):
-    """A message: how its tensors are nested, and what each is."""
+    """The layout of a message: the nesting of its tensors, and the description of each."""
 
     structure: Tree
     specs: tuple[TensorSpec, ...]
@@ -112,7 +112,7 @@ class MessageLayout(NamedTuple):
 
     @classmethod
     def of(cls, tree: Tree, name: str) -> tuple[MessageLayout, list[Tensor]]:
-        """The layout of what is to be sent, and its tensors. Raises as `map_tensors` does."""
+        """Return the layout of a tree to be sent, and its tensors. Raise as `map_tensors` does."""
         structure, leaves = flatten(tree, name)
         specs = tuple(
             TensorSpec(str(t.dtype).removeprefix("torch."), tuple(t.shape), t.requires_grad)
@@ -121,13 +121,13 @@ class MessageLayout(NamedTuple):
         return cls(structure, specs), leaves
 
     def encode(self) -> bytearray:
-        """As bytes. Raises `UnsupportedObjectError` for keys of a dict that have none."""
+        """Return it as bytes. Raise `UnsupportedObjectError` for keys of a dict that have none."""
         specs = [(spec.dtype, list(spec.shape), spec.needs_grad) for spec in self.specs]
         return encode((self.structure, specs))
 
     @classmethod
     def decode(cls, content: bytearray) -> MessageLayout:
-        """From bytes. Raises `MalformedObjectError` for what is no layout."""
+        """Return the layout in bytes. Raise `MalformedObjectError` for other bytes."""
         try:
             layout = msgspec.convert(decode(memoryview(content)), learned(cls))
         except msgspec.ValidationError:
@@ -137,12 +137,12 @@ class MessageLayout(NamedTuple):
         return layout
 
     def empty(self) -> list[Tensor]:
-        """Memory for the tensors, uninitialized."""
+        """Return uninitialized memory for the tensors."""
         return [torch.empty(spec.shape, dtype=DTYPES[spec.dtype]) for spec in self.specs]
 
     def accepts(self, found: MessageLayout) -> bool:
-        """Whether a message of the layout `found` may be sent to a rank that expects this one: a
-        gradient that is not needed is dropped; one that is needed would be missing.
+        """Return whether a message of the layout `found` may be sent to a rank that expects this
+        one: it drops a gradient that it does not need, and must get each that it needs.
         """
         return self.structure == found.structure and all(
             ours[:2] == theirs[:2] and ours.needs_grad >= theirs.needs_grad
@@ -151,7 +151,7 @@ class MessageLayout(NamedTuple):
 
 
 class StageMessage(NamedTuple):
-    """Activations (F) or gradients (B) of one micro-batch: what this pass of `stage` needs."""
+    """Activations (F) or gradients (B) of one micro-batch: the input of this pass of `stage`."""
 
     kind: ActionKind
     stage: int
@@ -165,7 +165,7 @@ Received = tuple[MessageLayout, list[Tensor], list[PendingCollective[int]]]
 
 @dataclass
 class StageP2P:
-    """The messages that one rank sends to other stages, and receives from them, in one step.
+    """The messages between one rank and other stages in one step.
 
     layouts      those that have been sent, the same at both ends of an edge; kept between steps
     metadata     the hash of all that shapes may depend on; the same on every rank
@@ -197,7 +197,7 @@ class StageP2P:
             self._received[message] = known[key], tensors, pending
 
     def recv(self, message: StageMessage) -> tuple[MessageLayout, list[Tensor]]:
-        """The layout and the tensors of a message; blocks until they have arrived."""
+        """Return the layout and the tensors of a message; blocks until they have arrived."""
         known, key = self._known(message)
         if key not in known:
             known[key] = self._recv_layout(message)
@@ -210,10 +210,10 @@ class StageP2P:
     def isend(
         self, message: StageMessage, tree: Tree, name: str
     ) -> tuple[MessageLayout, list[Tensor]]:
-        """Begin to send; does not block. Gives the layout that the receiver knows, and the tensors.
+        """Begin to send; do not block. Return the layout that the receiver knows, and the tensors.
 
-        Raises `UnsupportedObjectError` for what is no tree of tensors, `UnsupportedOperationError`
-        for one that differs from the first of its kind.
+        Raises `UnsupportedObjectError` for anything but a tree of tensors,
+        `UnsupportedOperationError` for one that differs from the first of its kind.
         """
         found, leaves = MessageLayout.of(tree, name)
         known, key = self._known(message)
@@ -225,7 +225,7 @@ class StageP2P:
                 self._isend(message, content)
         layout = known[key]
         if message.kind is ActionKind.B and layout.structure != found.structure:
-            # The receiver expects a gradient where there is none this time: it gets zeros.
+            # The receiver expects a gradient, and there is none this time: it gets zeros.
             zeros = [memory.zero_() for memory in layout.empty()]
             filled = [
                 zeros[place] if gradient is None and place is not None else gradient
@@ -262,7 +262,7 @@ class StageP2P:
                 self._sends.append(isend(row, self.backend, peer, tag=LOSS_TAG, timeout=A_DAY))
 
     def recv_loss(self) -> Tensor:
-        """The loss that the last stage's rank has sent; blocks until it has arrived."""
+        """Return the loss that the last stage's rank has sent; blocks until it has arrived."""
         row = torch.empty(2, dtype=torch.float64)
         self.backend.recv(row, self.ranks[-1], tag=LOSS_TAG, timeout=self.timeout)
         value, dtype = row.tolist()
@@ -275,7 +275,7 @@ class StageP2P:
         self._sends.clear()
 
     def _known(self, message: StageMessage) -> tuple[Edge, tuple[int, int]]:
-        """The layouts of the message's edge that have been sent, and the key of its own."""
+        """Return the layouts that were sent over the message's edge, and the key of its own."""
         key = self.metadata, self.sizes[message.micro_batch]
         return self.layouts.setdefault(message[:2], {}), key
 
@@ -291,7 +291,7 @@ class StageP2P:
         return self.ranks[message.stage + (-1 if message.kind is ActionKind.F else 1)]
 
     def _is_local(self, message: StageMessage) -> bool:
-        """Whether both stages are on this rank: then nothing is sent."""
+        """Return whether both stages are on this rank: then nothing is sent."""
         return self._sender(message) == self.ranks[message.stage]
 
     def _tag(self, message: StageMessage) -> int:

@@ -1,17 +1,17 @@
 """One step on one rank: the actions of a schedule, carried out one after the other.
 
 For each action the rank receives the stage's input (or the gradients of its output), computes, and
-sends the result on. `stage_p2p.py` moves the bytes. Where two stages meet, autograd has a node on
-each side:
+sends the result on. `stage_p2p.py` moves the bytes. Between two stages, autograd has a node on each
+side:
 
     stage 0   x -> layers -> y -> SendBoundary    ~ y ~>    RecvBoundary -> y' -> layers    stage 1
                              dy <- SendBoundary   <~ dy ~   RecvBoundary <- dy' <- ...
 
-The tensor that a SendBoundary gives holds no data: once y has been sent, its memory is free, unless
-a layer has kept it for its backward pass. What a RecvBoundary gives is no leaf, so that a layer may
-change it in place, as it might in the plain model.
+The tensor that a SendBoundary returns holds no data: once y has been sent, its memory is free,
+unless a layer has kept it for its backward pass. The tensor of a RecvBoundary is no leaf, so that a
+layer may change it in place, as it might in the plain model.
 
-Where a schedule has W, a backward pass is done in two parts (backward_split.py).
+If a schedule has W, a backward pass is done in two parts (backward_split.py).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class StageBoundary:
 
     places      of these tensors in the message
     connected   whether each was computed with autograd this time
-    gradients   one for each that is connected; None where autograd found none
-    start       the leaf behind those that were received, by which autograd differentiates
+    gradients   one for each that is connected; None if autograd found none
+    start       the leaf behind the received ones, for autograd to differentiate by
     """
 
     def __init__(self, layout: MessageLayout | None = None, sent: Sequence[Tensor] = ()) -> None:
@@ -60,7 +60,7 @@ class _RecvBoundary(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.boundary = boundary
-        return tuple(tensors)  # in a list they are not inputs, and what comes out is no view
+        return tuple(tensors)  # in a list they are no inputs, and outputs are no views
 
     @staticmethod
     @once_differentiable
@@ -84,20 +84,20 @@ class _SendBoundary(torch.autograd.Function):
         return None, *gradients
 
 
-# What is kept of a micro-batch in a stage between its passes: the tensor whose `backward()` is the
-# backward pass (the loss, or a SendBoundary's scalar); the stage's input, without tensors on the
-# first stage; its output, without tensors on the last.
+# The values kept of a micro-batch in a stage between its passes: the tensor whose `backward()` is
+# the backward pass (the loss, or a SendBoundary's scalar); the stage's input, without tensors on
+# the first stage; its output, without tensors on the last.
 _Activations = tuple[Tensor, StageBoundary, StageBoundary]
 
 
 @dataclass
 class PipelineStep:
-    """One step: `run` does it.
+    """One step, which `run` runs.
 
     module    this rank's layers, by name
     inputs    the micro-batches, on the rank of the first stage; else empty
     targets   the same, on the rank of the last stage; else empty
-    weights   the share of the batch's samples that each micro-batch has
+    weights   each micro-batch's share of the batch's samples
     train     whether there are backward passes
     splits    whether these are done in two parts
     loss      the mean over the batch, on the last stage's rank, after its last forward pass
@@ -126,7 +126,7 @@ class PipelineStep:
     _later: dict[tuple[int, int], list[WeightPart]] = field(default_factory=dict)
 
     def run(self, actions: Sequence[Action]) -> Tensor:
-        """Carry them out; the loss of the step. Blocks until all messages have been sent."""
+        """Run the schedule's actions; return the loss. Blocks until all messages have been sent."""
         began = perf_counter()
         rank = self.p2p.backend.rank
         own = [number for number, stage in enumerate(self.plan.stages) if stage.rank == rank]
@@ -148,7 +148,7 @@ class PipelineStep:
         return loss
 
     def _post_recv(self, message: StageMessage) -> None:
-        """Begin to receive what a pass needs, if anything, and if its layout is known."""
+        """Begin to receive a pass's input, if it has any, and its layout is known."""
         kind, stage, j = message
         if kind is ActionKind.F:
             is_sent = stage > 0
@@ -181,7 +181,7 @@ class PipelineStep:
             self.most_alive = max(self.most_alive, len(self._alive) + len(self._later))
 
     def _recv_inputs(self, message: StageMessage) -> tuple[Tree, StageBoundary]:
-        """A stage's input, connected to its boundary where a gradient is sent back."""
+        """Return a stage's input, connected to its boundary if a gradient is sent back."""
         layout, leaves = self.p2p.recv(message)
         boundary = StageBoundary(layout)
         if self.train and boundary.places:
@@ -245,5 +245,5 @@ class PipelineStep:
 
 
 def _as_in_forward() -> torch.autocast:
-    """Gradients have the dtypes of forward, also where train_step is under autocast."""
+    """Turn autocast off: gradients have forward's dtypes, also if train_step is under autocast."""
     return torch.autocast("cpu", enabled=False)

@@ -1,4 +1,4 @@
-"""How a process group comes to be: some ranks of a Phalanx group, or a meeting of its own."""
+"""Creation of a process group: from some ranks of a Phalanx group, or by its own rendezvous."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ make_library: Any = torch.library.Library
 
 
 def create_group(options: Any, backend_options: object) -> PhalanxProcessGroup:
-    """Make this rank's process group, of the options that torch gives to a backend.
+    """Make this rank's process group, with the options that torch gives to a backend.
 
-    A group of some ranks of a default group that is ours has its connections, and nothing is sent.
-    Any other one meets through the store that it is given, and blocks until all ranks have come.
+    If the default group is Phalanx's, a group of some of its ranks uses its connections; nothing is
+    sent. Every other group meets through the given store, and blocks until all ranks have come.
     """
     try:
         check_version()
@@ -59,17 +59,17 @@ def create_group(options: Any, backend_options: object) -> PhalanxProcessGroup:
 
 
 def _default_group() -> PhalanxProcessGroup | None:
-    """The default group, if it is ours."""
+    """Return the default group, if it is ours."""
     default = default_group()
     return default if isinstance(default, PhalanxProcessGroup) else None
 
 
 @cache
 def replace_all_gather_out() -> Any:
-    """Let `torch.ops._c10d_functional.all_gather_into_tensor_out` call the method of the group.
+    """Let `torch.ops._c10d_functional.all_gather_into_tensor_out` call the group's method.
 
-    The programs that Inductor compiles call it. torch's own one looks for a backend in the group,
-    and ours, a group that is written in Python, has none there.
+    The programs that Inductor compiles call this operator. torch's own one looks for a backend in
+    the group; a group that is written in Python has none there.
     """
 
     def gather(tensor: Tensor, group_size: int, group: Any, *, out: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Phalanx's errors as torch's: each is also a `torch.distributed.DistBackendError`, a RuntimeError.
 
-Programs for torch.distributed catch `RuntimeError`. What the error says, and its attributes, stay.
+Programs for torch.distributed catch `RuntimeError`. The error's text and attributes stay.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FAMILIAR: Mapping[type[DistributedError], tuple[str, str]] = MappingProxyType(
 
 
 def as_torch(error: DistributedError) -> DistributedError:
-    """The same error, which is one of torch's, too."""
+    """Return the same error, as one of torch's, too."""
     if isinstance(error, dist.DistBackendError):
         return error.again()  # type: ignore[no-any-return]
     message = error.message
@@ -49,7 +49,7 @@ def _rebuild(
 
 @cache
 def _both(kind: type[Any]) -> type[Any]:
-    """The class that is `kind` and torch's. Its name is that of `kind`."""
+    """Return the class that is both `kind` and torch's, with the name of `kind`."""
 
     def reduce(error: DistributedError) -> tuple[object, ...]:  # such a class has no module
         return _rebuild, (kind, error.message, error.__dict__.copy())

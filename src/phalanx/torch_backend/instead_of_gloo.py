@@ -1,7 +1,7 @@
 """PHALANX_INSTEAD_OF_GLOO=1: programs that name Gloo in their own code get Phalanx.
 
 Accelerate, Hugging Face's Trainer and others ask for "gloo" by themselves, and refuse another name.
-`init_process_group` and `new_group` make their groups by one function of torch's, which is wrapped.
+`init_process_group` and `new_group` make groups by one function of torch's, which is wrapped here.
 `get_backend()` says "phalanx" afterwards, which is true.
 """
 
@@ -15,11 +15,11 @@ from typing import Any
 log = logging.getLogger("phalanx")
 
 GLOO = frozenset({"gloo", "cpu:gloo"})
-NOTHING = "undefined"  # what torch makes of no name
+NOTHING = "undefined"  # torch's default without a name
 
 
 def take_place(c10d: Any, name: str) -> None:
-    """From now on, the backend `name` is made where torch is asked for Gloo. Any number of times.
+    """Make the backend `name` whenever torch is asked for Gloo. May be repeated.
 
     c10d   torch's module that makes process groups
     """

@@ -1,12 +1,12 @@
-"""What torch's methods ask for, as our requests: one table, `OPERATIONS`.
+"""torch's methods as requests of Phalanx: one table, `OPERATIONS`.
 
-    torch's method        what it gives                     ours
+    torch's method        its arguments                     ours
     allreduce             tensors, op                       all_reduce_
     allgather             lists of results, tensors         all_gather into one tensor, taken apart
 
-A row makes of torch's arguments a request, which is not issued yet; so what is wrong with them is
-said before anything is sent. Lists of tensors are done as one tensor: where the list's tensors lie
-one after the other in memory, that memory itself, else a copy.
+A row turns torch's arguments into a request, which is not issued yet; so wrong arguments are
+refused before anything is sent. A list of tensors is handled as one tensor: the memory itself if
+the tensors are adjacent in it, else a copy.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ REDUCE_OPS: Mapping[Any, ReduceOp] = MappingProxyType(
 
 
 class Settings(NamedTuple):
-    """What a call says beside its tensors.
+    """The arguments of a call beside its tensors.
 
     timeout  None for the group's
-    factor   of PREMUL_SUM: what this rank gives is multiplied by it first
+    factor   of PREMUL_SUM: this rank's input is multiplied by it first
     """
 
     op: ReduceOp = ReduceOp.SUM
@@ -51,8 +51,8 @@ class Settings(NamedTuple):
     factor: float = 1.0
 
 
-class Asked(NamedTuple):
-    """A request, and the tensors in which its results are."""
+class CallRequest(NamedTuple):
+    """A request, and the tensors that receive its results."""
 
     request: Request[Any]
     tensors: Sequence[Tensor]
@@ -63,8 +63,8 @@ class Asked(NamedTuple):
 
 
 @dataclass(slots=True)
-class Plain(Request[Any]):
-    """A request that consists of two functions: to do it, and to begin it."""
+class SingleRequest(Request[Any]):
+    """A request of two functions: the blocking call, and the one that begins it."""
 
     blocking: Callable[[], Any]
     begin: Callable[..., Work[Any]]
@@ -79,8 +79,8 @@ class Plain(Request[Any]):
 
 
 @dataclass(slots=True)
-class Several(Request[None]):
-    """Some collectives of one group, one after the other: when the last is done, all are."""
+class BatchedRequests(Request[None]):
+    """Several collectives of one group, in order: all are done when the last one is."""
 
     requests: Sequence[Any]
 
@@ -114,12 +114,12 @@ def finish_after(request: Any, finish: Callable[[], object]) -> None:
 
 
 def refuse(problem: str, backend: Backend, op: str) -> SizeMismatchError:
-    """The error for lists that do not fit."""
+    """Return the error for lists that do not fit."""
     return SizeMismatchError(f"rank {backend.rank}: {op}: {problem}", rank=backend.rank, op=op)
 
 
 def only(tensors: Any, backend: Backend, op: str) -> Any:
-    """The one element of a list of one; or what is no list."""
+    """Return the one element of a list of one; anything but a list unchanged."""
     if not isinstance(tensors, (list, tuple)):
         return tensors
     if len(tensors) != 1:
@@ -129,11 +129,11 @@ def only(tensors: Any, backend: Backend, op: str) -> Any:
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """The tensor's memory, as a tensor with a version counter of its own.
+    """Return the tensor's memory, as a tensor with a version counter of its own.
 
-    Autograd is not told that a collective changes a tensor: what it has saved of it is used as it
-    is then, as with torch's own backends. Waits for the result of a functional collective, which
-    has no memory before.
+    Autograd does not learn that a collective changes a tensor: it uses a saved tensor with its
+    values of that time, as with torch's own backends. Waits for the result of a functional
+    collective, which has no memory before.
     """
     if type(tensor) is not Tensor and isinstance(tensor, AsyncCollectiveTensor):
         waiting: Any = tensor
@@ -142,14 +142,14 @@ def memory_of(tensor: Tensor) -> Tensor:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The values of a tensor, in one dimension: its memory, or a contiguous copy."""
+    """Return the values of a tensor, in one dimension: its memory, or a contiguous copy."""
     return plain(memory_of(tensor)).view(-1)
 
 
 def check_list(
     tensors: Sequence[Tensor], like: Tensor | None, backend: Backend, op: str
 ) -> list[Tensor]:
-    """The list; raises unless it has a tensor for each rank, of the dtype and size of `like`."""
+    """Return the list; raise unless each rank has a tensor of the dtype and size of `like`."""
     listed = list(tensors)
     if len(listed) != backend.world_size:
         raise refuse(
@@ -170,7 +170,7 @@ def check_list(
 
 
 def check_whole(name: str, whole: Tensor, part: Tensor, backend: Backend, op: str) -> None:
-    """Raise unless one tensor, which is called `name`, is as large as the parts of all ranks."""
+    """Raise unless one tensor, called `name`, is as large as the parts of all ranks together."""
     if whole.numel() != part.numel() * backend.world_size or whole.dtype != part.dtype:
         raise refuse(
             f"the {name} is {whole.dtype} {list(whole.shape)}, and holds {backend.world_size} "
@@ -183,7 +183,7 @@ def check_whole(name: str, whole: Tensor, part: Tensor, backend: Backend, op: st
 def check_lists(
     lists: Sequence[Sequence[Tensor]], count: int, backend: Backend, op: str
 ) -> list[list[Tensor]]:
-    """The lists; raises unless there is one for each rank, of so many tensors."""
+    """Return the lists; raise unless each rank has one, of `count` tensors."""
     if len(lists) != backend.world_size or any(len(each) != count for each in lists):
         raise refuse(
             f"there is one list of {count} tensors for each of {backend.world_size} ranks, not "
@@ -195,7 +195,7 @@ def check_lists(
 
 
 def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The memory of tensors that lie one after the other in one storage; None if they do not."""
+    """Return the memory of tensors that are adjacent in one storage; None if they are not."""
     first = tensors[0]
     place = first.data_ptr()
     for tensor in tensors:
@@ -212,7 +212,7 @@ def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def joined(tensors: Sequence[Tensor], backend: Backend) -> Tensor:
-    """The values of some tensors as one flat tensor."""
+    """Return the values of some tensors as one flat tensor."""
     tensors = list(map(memory_of, tensors))
     whole = adjacent(tensors)
     if whole is None:
@@ -228,7 +228,7 @@ def _room(tensors: Sequence[Tensor], backend: Backend) -> Tensor:
 
 
 def _parts(tensors: Sequence[Tensor], whole: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Each tensor and its part of the whole, in its shape."""
+    """Return each tensor and its part of the whole, in its shape."""
     parts = torch.split(whole, [tensor.numel() for tensor in tensors])
     return [(t, part.view(t.shape)) for t, part in zip(tensors, parts, strict=True)]
 
@@ -236,7 +236,7 @@ def _parts(tensors: Sequence[Tensor], whole: Tensor) -> list[tuple[Tensor, Tenso
 def taken_apart(
     tensors: Sequence[Tensor], backend: Backend, request: Callable[[Tensor], Any]
 ) -> Any:
-    """`request(into)` for flat memory of which some tensors get their parts in the end."""
+    """Return `request(into)` for flat memory, whose parts are copied to some tensors at the end."""
     tensors = list(map(memory_of, tensors))
     whole = adjacent(tensors)
     if whole is not None:
@@ -248,7 +248,7 @@ def taken_apart(
 
 
 def _ask(function: Any, given: Any, *arguments: Any, **options: Any) -> Any:
-    """The request of one of our collectives, of the memory of a tensor, if one is given."""
+    """Return the request of a Phalanx collective, on the memory of a tensor if one is given."""
     memory = memory_of(given) if isinstance(given, Tensor) else given
     return function.request(memory, *arguments, **options)
 
@@ -257,15 +257,15 @@ def _ask(function: Any, given: Any, *arguments: Any, **options: Any) -> Any:
 # The rows.
 
 
-def _all_reduce(backend: Backend, s: Settings, tensors: Any) -> Asked:
+def _all_reduce(backend: Backend, s: Settings, tensors: Any) -> CallRequest:
     tensor = only(tensors, backend, "all_reduce")
     if tensor.is_sparse:
-        return Asked(_sparse_all_reduce(backend, s, tensor), (tensor,))
-    return Asked(_ask(ours.all_reduce_, tensor, backend, s.op, timeout=s.timeout), (tensor,))
+        return CallRequest(_sparse_all_reduce(backend, s, tensor), (tensor,))
+    return CallRequest(_ask(ours.all_reduce_, tensor, backend, s.op, timeout=s.timeout), (tensor,))
 
 
 def _sparse_all_reduce(backend: Backend, s: Settings, tensor: Tensor) -> Request[Any]:
-    """The sum of sparse tensors: every rank gets the elements of all."""
+    """Return the sum of sparse tensors: every rank gets the elements of all."""
     if s.op not in (ReduceOp.SUM, ReduceOp.MEAN):
         raise UnsupportedOperationError(
             f"rank {backend.rank}: all_reduce of sparse tensors sums or averages, {s.op} is for "
@@ -292,46 +292,48 @@ def _sparse_all_reduce(backend: Backend, s: Settings, tensor: Tensor) -> Request
     return request  # type: ignore[no-any-return]
 
 
-def _all_reduce_coalesced(backend: Backend, s: Settings, tensors: list[Tensor]) -> Asked:
+def _all_reduce_coalesced(backend: Backend, s: Settings, tensors: list[Tensor]) -> CallRequest:
     memory = list(map(memory_of, tensors))
     request = _ask(ours.all_reduce_coalesced_, memory, backend, s.op, timeout=s.timeout)
-    return Asked(request, tensors)
+    return CallRequest(request, tensors)
 
 
-def _broadcast(backend: Backend, s: Settings, tensors: Any) -> Asked:
+def _broadcast(backend: Backend, s: Settings, tensors: Any) -> CallRequest:
     tensor = only(tensors, backend, "broadcast")
-    return Asked(_ask(ours.broadcast_, tensor, backend, s.root, timeout=s.timeout), (tensor,))
+    return CallRequest(_ask(ours.broadcast_, tensor, backend, s.root, timeout=s.timeout), (tensor,))
 
 
-def _reduce(backend: Backend, s: Settings, tensors: Any) -> Asked:
+def _reduce(backend: Backend, s: Settings, tensors: Any) -> CallRequest:
     tensor = only(tensors, backend, "reduce")
     request = _ask(ours.reduce_, tensor, backend, s.root, s.op, timeout=s.timeout)
-    return Asked(request, (tensor,))
+    return CallRequest(request, (tensor,))
 
 
-def _all_gather(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Asked:
+def _all_gather(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> CallRequest:
     source = only(inputs, backend, "all_gather")
     lists = outputs if isinstance(outputs[0], Tensor) else only(outputs, backend, "all_gather")
     return _gathered(backend, s, check_list(lists, source, backend, "all_gather"), source)
 
 
-def _all_gather_single(backend: Backend, s: Settings, output: Tensor, source: Tensor) -> Asked:
+def _all_gather_single(
+    backend: Backend, s: Settings, output: Tensor, source: Tensor
+) -> CallRequest:
     check_whole("output", output, source, backend, "all_gather")
     return _gathered(backend, s, [output], source)
 
 
-def _gathered(backend: Backend, s: Settings, results: list[Tensor], source: Tensor) -> Asked:
+def _gathered(backend: Backend, s: Settings, results: list[Tensor], source: Tensor) -> CallRequest:
     def request(into: Tensor) -> Any:
         return _ask(ours.all_gather, flat(source), backend, into=into, timeout=s.timeout)
 
-    return Asked(taken_apart(results, backend, request), results)
+    return CallRequest(taken_apart(results, backend, request), results)
 
 
-def _gather(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Asked:
+def _gather(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> CallRequest:
     source = only(inputs, backend, "gather")
     if backend.check_rank(s.root, "root") != backend.rank:
         request = _ask(ours.gather, flat(source), backend, s.root, timeout=s.timeout)
-        return Asked(request, ())
+        return CallRequest(request, ())
     lists = (
         outputs if outputs and isinstance(outputs[0], Tensor) else only(outputs, backend, "gather")
     )
@@ -340,10 +342,10 @@ def _gather(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Asked:
     def at_root(into: Tensor) -> Any:
         return _ask(ours.gather, flat(source), backend, s.root, into=into, timeout=s.timeout)
 
-    return Asked(taken_apart(results, backend, at_root), results)
+    return CallRequest(taken_apart(results, backend, at_root), results)
 
 
-def _scatter(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Asked:
+def _scatter(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> CallRequest:
     output = only(outputs, backend, "scatter")
     whole = None
     if backend.check_rank(s.root, "root") == backend.rank:
@@ -355,29 +357,31 @@ def _scatter(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Asked:
     def request(into: Tensor) -> Any:
         return _ask(ours.scatter, whole, backend, s.root, into=into, timeout=s.timeout)
 
-    return Asked(taken_apart([output], backend, request), (output,))
+    return CallRequest(taken_apart([output], backend, request), (output,))
 
 
-def _reduce_scatter(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Asked:
+def _reduce_scatter(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> CallRequest:
     output = only(outputs, backend, "reduce_scatter")
     lists = inputs if isinstance(inputs[0], Tensor) else only(inputs, backend, "reduce_scatter")
     whole = joined(check_list(lists, output, backend, "reduce_scatter"), backend)
     return _scattered(backend, s, output, whole)
 
 
-def _reduce_scatter_single(backend: Backend, s: Settings, output: Tensor, source: Tensor) -> Asked:
+def _reduce_scatter_single(
+    backend: Backend, s: Settings, output: Tensor, source: Tensor
+) -> CallRequest:
     check_whole("input", source, output, backend, "reduce_scatter")
     return _scattered(backend, s, output, flat(source))
 
 
-def _scattered(backend: Backend, s: Settings, output: Tensor, whole: Tensor) -> Asked:
+def _scattered(backend: Backend, s: Settings, output: Tensor, whole: Tensor) -> CallRequest:
     def request(into: Tensor) -> Any:
         return _ask(ours.reduce_scatter, whole, backend, s.op, into=into, timeout=s.timeout)
 
-    return Asked(taken_apart([output], backend, request), (output,))
+    return CallRequest(taken_apart([output], backend, request), (output,))
 
 
-def _all_to_all(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Asked:
+def _all_to_all(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> CallRequest:
     results = check_list(outputs, None, backend, "all_to_all")
     sources = check_list(inputs, None, backend, "all_to_all")
     sends, receives = ([each.numel() for each in listed] for listed in (sources, results))
@@ -388,7 +392,7 @@ def _all_to_all(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Ask
             ours.all_to_all_uneven, whole, backend, sends, receives, into=into, timeout=s.timeout
         )
 
-    return Asked(taken_apart(results, backend, request), results)
+    return CallRequest(taken_apart(results, backend, request), results)
 
 
 def _all_to_all_single(
@@ -398,7 +402,7 @@ def _all_to_all_single(
     source: Tensor,
     output_rows: Sequence[int],
     input_rows: Sequence[int],
-) -> Asked:
+) -> CallRequest:
     even = not (output_rows or input_rows)
     sends = _elements(source, input_rows, backend)
     receives = _elements(output, output_rows, backend)
@@ -411,11 +415,11 @@ def _all_to_all_single(
             ours.all_to_all_uneven, whole, backend, sends, receives, into=into, timeout=s.timeout
         )
 
-    return Asked(taken_apart([output], backend, request), (output,))
+    return CallRequest(taken_apart([output], backend, request), (output,))
 
 
 def _elements(tensor: Tensor, rows: Sequence[int], backend: Backend) -> list[int]:
-    """How many elements of a tensor, which is cut along dim 0, go to each rank."""
+    """Return how many elements each rank gets of a tensor that is cut along dim 0."""
     size = backend.world_size
     first = tensor.shape[0] if tensor.dim() else 0
     if not rows:
@@ -436,35 +440,35 @@ def _elements(tensor: Tensor, rows: Sequence[int], backend: Backend) -> list[int
     return [count * (tensor.numel() // max(first, 1)) for count in rows]
 
 
-def _each(row: Callable[..., Asked]) -> Callable[..., Asked]:
-    """The form of a row that takes lists of what that takes, and does one after the other."""
+def _each(row: Callable[..., CallRequest]) -> Callable[..., CallRequest]:
+    """Return a row's form for lists of its arguments: one request after the other."""
 
-    def several(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Asked:
+    def several(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> CallRequest:
         if len(outputs) != len(inputs) or not inputs:
             raise refuse(
                 f"{len(outputs)} outputs for {len(inputs)} inputs", backend, row.__name__[1:]
             )
         asked = [row(backend, s, *pair) for pair in zip(outputs, inputs, strict=True)]
         tensors = [tensor for each in asked for tensor in each.tensors]
-        return Asked(Several([each.request for each in asked]), tensors)
+        return CallRequest(BatchedRequests([each.request for each in asked]), tensors)
 
     return several
 
 
-def _all_gather_coalesced(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> Asked:
+def _all_gather_coalesced(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> CallRequest:
     of_ranks = check_lists(outputs, len(inputs), backend, "all_gather_coalesced")
     results = [[[tensors[n] for tensors in of_ranks]] for n in range(len(inputs))]
     return _each(_all_gather)(backend, s, results, [[each] for each in inputs])
 
 
-def _barrier(backend: Backend, s: Settings) -> Asked:
+def _barrier(backend: Backend, s: Settings) -> CallRequest:
     def blocking() -> None:
         backend.barrier(timeout=s.timeout)
 
     def begin(*, background: bool) -> Work[Any]:
         return backend.ibarrier(timeout=s.timeout, background=background)
 
-    return Asked(Plain(blocking, begin), ())
+    return CallRequest(SingleRequest(blocking, begin), ())
 
 
 class Operation(NamedTuple):
@@ -472,12 +476,12 @@ class Operation(NamedTuple):
 
     name    for the profiler and errors
     ask     makes the request of a backend, settings, and the tensors
-    tensors  how many of torch's arguments are tensors, or sizes of these
-    short   what follows these in the short form, instead of options
+    tensors  number of torch's arguments that are tensors, or sizes of these
+    short   arguments after these in the short form, instead of options
     """
 
     name: str
-    ask: Callable[..., Asked]
+    ask: Callable[..., CallRequest]
     tensors: int
     short: tuple[str, ...] = ()
 
@@ -504,7 +508,7 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
         "barrier": Operation("barrier", _barrier, 0),
     }
 )
-"""torch's name for the method -> what it asks for."""
+"""torch's name for the method -> its request."""
 
 OLD_NAMES: Mapping[str, str] = MappingProxyType(
     {

@@ -1,16 +1,16 @@
-"""Tensors that are not on the CPU: handed to the backend that the program names for their device.
+"""Tensors on other devices than the CPU: handed to the backend that the program names for them.
 
     init_process_group("cpu:phalanx,cuda:nccl")     and `new_group` of that world
 
 torch makes one backend for each device of such a name, but stops at one that is a `ProcessGroup`,
-as ours is up to torch 2.13. So ours makes those that torch has not made, each at the first tensor
-of its device, with torch's own function.
+as ours is up to torch 2.13. So ours makes the backends that torch has not made, each at the first
+tensor of its device, with torch's own function.
 
     a tensor on                             goes to
     the CPU                                 ours
     a device that is named with phalanx     ours, by way of host memory
     another device that is named            the backend of that name
-    a device that is not named              nobody: the error says what to write
+    a device that is not named              nobody: the error names the fix
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from phalanx.errors import (
     UnsupportedOperationError,
 )
 from phalanx.torch_backend.errors import as_torch
-from phalanx.torch_backend.rendezvous import times_met
+from phalanx.torch_backend.rendezvous import count_rendezvous
 from phalanx.torch_internals import (
     backend_of,
     devices_of,
@@ -51,8 +51,8 @@ ALMOST = 0.9  # of a timeout: backends round
 c10d: Any = torch.distributed.distributed_c10d
 
 
-class Named(NamedTuple):
-    """What a program has named for the devices of one group.
+class NamedDevices(NamedTuple):
+    """The backends that a program has named for the devices of one group.
 
     backends  kind of device -> name of its backend
     made      torch's group of those backends that it has made before ours; None if there are none
@@ -62,15 +62,15 @@ class Named(NamedTuple):
     made: ProcessGroup | None = None
 
 
-def named_for_devices(rank: int) -> Named:
-    """What is named for the group that torch is about to make by calling us.
+def named_for_devices(rank: int) -> NamedDevices:
+    """Return the backends that are named for the group that torch is making by calling us.
 
-    torch does not tell a creator. They are variables of its function that calls the creator.
+    torch does not tell a creator: they are local variables of its function that calls the creator.
     Raises `UnsupportedOperationError` if another backend is named for the CPU.
     """
     torchs = variables_of_group_being_made()
     if torchs is None:
-        return Named({"cpu": NAME})
+        return NamedDevices({"cpu": NAME})
     config, group = torchs["backend_config"], torchs["pg"]
     backends = {kind: str(name) for kind, name in config.get_device_backend_map().items()}
     if backends.get("cpu", NAME) != NAME:
@@ -80,16 +80,16 @@ def named_for_devices(rank: int) -> Named:
             rank=rank,
             op="init_process_group",
         )
-    return Named(backends, group if devices_of(group) else None)
+    return NamedDevices(backends, group if devices_of(group) else None)
 
 
 def _written(backends: Mapping[str, str]) -> str:
-    """The backends as `init_process_group` takes them."""
+    """Return the backends as `init_process_group` takes them."""
     return ",".join(f"{kind}:{name}" for kind, name in backends.items())
 
 
 def tensors_in(arguments: Any) -> Iterator[Tensor]:
-    """The tensors among the arguments of a call, which may be lists of lists."""
+    """Yield the tensors among the arguments of a call, which may be lists of lists."""
     for argument in arguments:
         if isinstance(argument, Tensor):
             yield argument
@@ -97,34 +97,34 @@ def tensors_in(arguments: Any) -> Iterator[Tensor]:
             yield from tensors_in(argument)
 
 
-class Other(NamedTuple):
+class DeviceGroup(NamedTuple):
     """Torch's group for the tensors of one kind of device, and its backend."""
 
     group: ProcessGroup
     backend: Any
 
     @classmethod
-    def of(cls, group: ProcessGroup, kind: str) -> Other:
-        """For a kind of device."""
+    def of(cls, group: ProcessGroup, kind: str) -> DeviceGroup:
+        """Return the group for a kind of device."""
         return cls(group, backend_of(group, kind))
 
 
 class OtherDevices:
-    """What one rank's group does with tensors that are not on the CPU.
+    """One rank's part of a group for tensors that are not on the CPU.
 
     backend  ours; from now on it takes tensors only of the devices that are named with it
-    options  what torch has given for the group; `backend_options` for other backends, too
-    store    of the world that the group belongs to, where this is rank `world_rank`
+    options  torch's options for the group; `backend_options` for other backends, too
+    store    of the world that the group belongs to, in which this is rank `world_rank`
 
     Every rank makes a backend at its own first tensor of the device. Then it waits for the others
-    as that backend does, for at most the group's timeout: Gloo for all ranks, while it is made;
-    NCCL for those that take part, in its first collective.
+    as that backend does, for at most the group's timeout: Gloo for all ranks, at its creation; NCCL
+    for those that take part, in its first collective.
     """
 
     def __init__(
         self,
         backend: Backend,
-        named: Named,
+        named: NamedDevices,
         options: Any,
         backend_options: object,
         store: Any,
@@ -145,7 +145,7 @@ class OtherDevices:
         self._together = False  # torch has begun to put messages together
         made = named.made
         kinds = [] if made is None else [device.type for device in devices_of(made)]
-        self._made = {kind: Other.of(made, kind) for kind in kinds if made is not None}
+        self._made = {kind: DeviceGroup.of(made, kind) for kind in kinds if made is not None}
         self._failed: dict[str, DistributedError] = {}
 
     @property
@@ -154,9 +154,9 @@ class OtherDevices:
         return [torch.device(kind) for kind in dict.fromkeys(("cpu", *self.named))]
 
     def device(self, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> torch.device | None:
-        """Where the first tensor of a call is; None if the call is ours.
+        """Return the device of a call's first tensor; None if the call is ours.
 
-        A barrier has no tensor: it is for another backend if `device_ids` say so, and there is one.
+        A barrier has no tensor: it is for another backend if `device_ids` name one that exists.
         """
         tensor = next(tensors_in(arguments), None)
         device: torch.device | None = tensor.device if tensor is not None else None
@@ -169,9 +169,9 @@ class OtherDevices:
     # Calls ----------------------------------------------------------------------------------
 
     def call(self, name: str, op: str, device: torch.device, *arguments: Any, **named: Any) -> Any:
-        """Call torch's method `name` on the group of the device, and return what that does.
+        """Call torch's method `name` on the group of the device, and return its result.
 
-        op   what errors call it
+        op   its name in errors
         """
         other = self.backend_for(device, op)
         began = time.monotonic()
@@ -189,11 +189,11 @@ class OtherDevices:
         return self.call(name, "coalescing", device, device)
 
     def message(self, name: str, tensors: Sequence[Tensor], *arguments: int) -> Any:
-        """The same for `send`, `recv` and `recv_anysource`.
+        """Call `send`, `recv` or `recv_anysource` on the group of the device.
 
-        NCCL wants the messages of one `batch_isend_irecv` together, or two ranks that send to each
-        other would wait for each other. torch up to 2.13 does so for its own groups only. So this
-        does: the last of them gives a work for all, the others None.
+        NCCL needs the messages of one `batch_isend_irecv` together: else two ranks that send to
+        each other would deadlock. torch up to 2.13 groups them only for its own process groups, so
+        this does it: the last of them gives a work for all, the others None.
         """
         device = tensors[0].device
         backend = self.backend_for(device, name).backend
@@ -210,11 +210,11 @@ class OtherDevices:
 
     # Making them ----------------------------------------------------------------------------
 
-    def backend_for(self, device: torch.device, op: str) -> Other:
-        """The backend of the device. The first call makes it, which may block for other ranks.
+    def backend_for(self, device: torch.device, op: str) -> DeviceGroup:
+        """Return the backend of the device. The first call makes it, and may block for other ranks.
 
         Raises `UnsupportedOperationError` if none is named, `BackendUnavailableError` if it cannot
-        be made, and `CollectiveTimeoutError`, which says who has not come; the same one ever after.
+        be made, and `CollectiveTimeoutError`, which names the absent ranks, ever after.
         """
         kind = device.type
         if kind not in self._made:
@@ -249,8 +249,8 @@ class OtherDevices:
         finally:
             self._making.remove(kind)
 
-    def _make(self, kind: str) -> Other:
-        """What torch makes for the device, under a name and keys that all members know."""
+    def _make(self, kind: str) -> DeviceGroup:
+        """Return torch's group for the device, under a name and keys that all members know."""
         store = self._keys()
         store.set(f"{kind}/{self._rank}", "")
         group = make_part_of_group(
@@ -263,19 +263,20 @@ class OtherDevices:
             backend_options=self._backend_options,
             timeout=self.timeout,
         )
-        return Other.of(group, kind)
+        return DeviceGroup.of(group, kind)
 
     def _keys(self) -> Any:
-        """Where this group's ranks meet for other backends. A store may outlive the group."""
-        times = times_met(self._store, self._world_rank)
+        """Return the store's part for this group's backends. A store may outlive the group."""
+        times = count_rendezvous(self._store, self._world_rank)
         return c10d.PrefixStore(f"{NAME}/devices/{times}/{self._group.id:x}", self._store)
 
     # Errors ---------------------------------------------------------------------------------
 
     def _missing(self, kind: str, began: float) -> list[int]:
-        """Whom a call that began then has waited for: who has not begun to make the backend.
+        """Return the ranks that have not begun to make the backend; a call since `began` waits for
+        them.
 
-        Nobody, if it failed before the timeout passed, or torch has made the backend before ours.
+        Nobody, if it failed before the timeout, or torch has made the backend before ours.
         """
         missing = []
         if time.monotonic() - began >= ALMOST * self.timeout.total_seconds():
@@ -334,7 +335,7 @@ class OtherDevices:
             other.backend.set_timeout(timeout)
 
     def end(self) -> list[ProcessGroup]:
-        """Torch's groups that were made, each once; the caller ends them. None is made from now."""
+        """Return torch's groups that were made, each once; the caller ends them. Make no more."""
         groups = dict.fromkeys(other.group for other in self._made.values())
         self._made.clear()
         return list(groups)

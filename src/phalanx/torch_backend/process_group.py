@@ -1,8 +1,8 @@
 """`PhalanxProcessGroup`: a process group of torch's over a backend of ours.
 
-PhalanxProcessGroup    what torch's callers have
-PhalanxBackend         what is in it, from torch 2.14 on
-Calls                  the calls of both
+PhalanxProcessGroup    the group that torch's callers have
+PhalanxBackend         the backend in it, from torch 2.14 on
+CollectiveMethods      the calls of both
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ def recorded(name: str, arguments: Sequence[Any]) -> Iterator[None]:
         autograd._record_function_with_args_exit(event)
 
 
-class Calls:
-    """What a process group and a backend of torch's share: all calls, those of `OPERATIONS` too.
+class CollectiveMethods:
+    """All calls of a process group or backend of torch's, those of `OPERATIONS` too.
 
     backend   ours, which this closes
-    others    what takes the tensors that are on other devices
+    others    takes the tensors that are on other devices
     """
 
     def __init__(self, backend: Backend, others: OtherDevices) -> None:
@@ -85,10 +85,10 @@ class Calls:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.backend!r})"
 
-    # What torch wants to know ---------------------------------------------------------------
+    # Torch's queries ------------------------------------------------------------------------
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """The name under which torch knows it."""
+        """Return the name under which torch knows it."""
         return NAME
 
     supports_splitting = False
@@ -102,11 +102,11 @@ class Calls:
 
     @property
     def options(self) -> Any:
-        """How it was made: the name, and how long a call waits at most."""
+        """The group's name, and how long a call waits at most."""
         return TorchBackend.Options(NAME, timedelta(seconds=self.backend.timeout))
 
     def supports_tensor_alloc(self, device: torch.device | str) -> bool:
-        """Whether `allocate_tensor` gives memory on the device."""
+        """Return whether `allocate_tensor` gives memory on the device."""
         device = torch.device(device)
         if device.type in self._others.ours:
             return device.type == "cpu"
@@ -116,7 +116,7 @@ class Calls:
     def allocate_tensor(
         self, size: int, *, dtype: torch.dtype, device: torch.device | str
     ) -> Tensor:
-        """A tensor in memory that the group sends without a copy."""
+        """Return a tensor in memory that the group sends without a copy."""
         device = torch.device(device)
         if device.type in self._others.ours:
             return self.backend.empty(size, dtype=dtype, device=device)
@@ -139,14 +139,14 @@ class Calls:
     # The end --------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Leave in good order: whoever waits for this rank is told so."""
+        """Leave in good order: the ranks that wait for this one are told so."""
         with ExitStack() as ends:
             ends.callback(self.backend.close)
             for group in self._others.end():
                 ends.callback(group.shutdown)
 
     def abort(self) -> None:
-        """Leave at once: to the others this rank is lost."""
+        """Leave at once: the other ranks see this one as lost."""
         with ExitStack() as ends:
             ends.callback(self.backend.abort)
             for group in self._others.end():
@@ -178,7 +178,7 @@ class Calls:
     def _settings(
         self, operation: Operation, rest: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[Settings, bool]:
-        """What the call says beside its tensors, and whether the caller waits for it."""
+        """Return a call's arguments beside its tensors, and whether the caller waits for it."""
         options: Any = rest[0] if rest else named.get("opts")
         if hasattr(options, "asyncOp"):
             short, timeout = operation.short, options.timeout
@@ -230,7 +230,7 @@ class Calls:
     def _end_of_backward(self) -> None:
         (_, works), self._backward = self._backward, (-1, [])
         for work in works:
-            work.settle()  # an error comes out of the future, or DDP would not finish this pass,
+            work.take_outcome()  # its error stays in the future: DDP has to end this pass,
             self._backward_failed |= not work.is_success()  # and refuse the next one
 
     # Messages -------------------------------------------------------------------------------
@@ -274,11 +274,11 @@ class Calls:
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """A barrier whose error, on rank 0, names a rank that has not come in time.
+        """Block until all ranks have come; on rank 0 the error names a rank that is late.
 
-        With `wait_all_ranks` all of them. Every rank sends rank 0 an empty message, and rank 0
-        answers when all have. A timeout of 0 is not unset here: it passes at once, as Gloo's does.
-        The errors have the words of Gloo's, for which torch's tests look.
+        With `wait_all_ranks` it names all of them. Every rank sends rank 0 an empty message, and
+        rank 0 answers when all have. A timeout of 0 is not unset here: it passes at once, as Gloo's
+        does. The errors have Gloo's words, for which torch's tests look.
         """
         backend, nothing = self.backend, torch.empty(0)
         allowed = backend.timeout
@@ -328,7 +328,7 @@ class Calls:
 def premultiplied(
     operation: Operation, backend: Backend, s: Settings, tensors: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """The tensors of a call, with what is reduced multiplied: in place where the result will be."""
+    """Return a call's tensors, the input scaled by `factor`: in place in the result's memory."""
     *outputs, given = tensors
     copies = bool(outputs) or ("root" in operation.short and s.root != backend.rank)
 
@@ -348,13 +348,13 @@ def premultiplied(
 
 
 class Counted:
-    """What `CommDebugMode` takes for the operator that a group of torch's own calls."""
+    """The operator that a group of torch's own calls, as `CommDebugMode` takes it."""
 
     def __init__(self, packet: Any) -> None:
         self._overloadpacket = packet
 
     def __call__(self) -> None:
-        """Do nothing: the group does it."""
+        """Do nothing: the group runs the collective."""
 
     def __str__(self) -> str:
         return f"{self._overloadpacket}.default"
@@ -372,7 +372,7 @@ def _method(name: str, operation: Operation) -> Callable[..., Any]:
     tensor_count = operation.tensors
     counted_as = {new: old for old, new in OLD_NAMES.items()}.get(name, name)
 
-    def call(self: Calls, *arguments: Any, **named: Any) -> Any:
+    def call(self: CollectiveMethods, *arguments: Any, **named: Any) -> Any:
         first = arguments[0] if arguments else None
         if type(first) is list and first:
             first = first[0]
@@ -395,37 +395,37 @@ def _method(name: str, operation: Operation) -> Callable[..., Any]:
 
 
 for _name, _operation in OPERATIONS.items():
-    setattr(Calls, _name, _method(_name, _operation))
+    setattr(CollectiveMethods, _name, _method(_name, _operation))
 for _old, _new in OLD_NAMES.items():
-    setattr(Calls, _old, _method(_old, OPERATIONS[_new]))
-untraced(Calls)
+    setattr(CollectiveMethods, _old, _method(_old, OPERATIONS[_new]))
+untraced(CollectiveMethods)
 
 
 @untraced
-class PhalanxBackend(Calls, TorchBackend):
-    """The backend in a process group, for tensors on the CPU, from torch 2.14 on."""
+class PhalanxBackend(CollectiveMethods, TorchBackend):
+    """The backend inside a process group, for tensors on the CPU, from torch 2.14 on."""
 
     def __init__(self, backend: Backend, others: OtherDevices) -> None:
         TorchBackend.__init__(self, backend.rank, backend.world_size)
-        Calls.__init__(self, backend, others)
+        CollectiveMethods.__init__(self, backend, others)
 
 
 @untraced
-class PhalanxProcessGroup(Calls, ProcessGroup):
+class PhalanxProcessGroup(CollectiveMethods, ProcessGroup):
     """One rank of a process group, for torch.
 
-    From torch 2.14 on it contains a `PhalanxBackend`, which torch's code asks for. In a group of
-    torch's that one would do less: callers get a C++ object around our work, whose `is_completed`
-    is false forever, and which does not know the sender of a message from anyone.
+    From torch 2.14 on it contains a `PhalanxBackend`, which torch's code asks for. A group of
+    torch's would do less with that backend: its callers get a C++ object around our work. Its
+    `is_completed` is false forever, and it does not know the sender of a message from anyone.
 
     backend   ours, which this closes
     store     torch's, through which the ranks have met, if they have
-    others    what takes the tensors that are on other devices
+    others    takes the tensors that are on other devices
     """
 
     def __init__(self, backend: Backend, store: Any, others: OtherDevices) -> None:
         ProcessGroup.__init__(self, backend.rank, backend.world_size)  # type: ignore[call-arg]
-        Calls.__init__(self, backend, others)
+        CollectiveMethods.__init__(self, backend, others)
         self._store = store
         self._name = self._description = ""
         if VERSION >= CONTAINS_BACKENDS:
@@ -434,19 +434,19 @@ class PhalanxProcessGroup(Calls, ProcessGroup):
             self._register_backend(CPU, custom, PhalanxBackend(backend, others))
 
     def getGroupName(self) -> str:  # noqa: N802 - torch's name
-        """The name that torch has given to the group."""
+        """Return the name that torch has given to the group."""
         return self._name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Torch gives the group a name."""
+        """Set the group's name, as torch gives it."""
         self._name = name
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """What the group is for."""
+        """Return torch's description of the group."""
         return self._description
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        """Torch says what the group is for."""
+        """Set torch's description of the group."""
         self._description = description
 
     group_name = property(getGroupName)
@@ -465,5 +465,5 @@ class PhalanxProcessGroup(Calls, ProcessGroup):
         return self._others.backend_for(device, "_get_backend").backend
 
     def get_group_store(self) -> Any:
-        """The store through which the ranks have met."""
+        """Return the store through which the ranks have met."""
         return self._store

@@ -1,4 +1,4 @@
-"""How the ranks of a group of torch's meet through its store: see native/meeting.py.
+"""The rendezvous of a group's ranks through torch's store: see native/store_rendezvous.py.
 
 Ranks that are all on one host meet on loopback.
 """
@@ -12,7 +12,7 @@ from phalanx.core.backend import Backend
 from phalanx.launch import init
 from phalanx.launch.environment import World
 from phalanx.launch.init import make_backend
-from phalanx.native.meeting import Meeting, Words, trust_in_torchs_store
+from phalanx.native.store_rendezvous import Entries, StoreRendezvous, trust_in_torchs_store
 from phalanx.transport.tcp.addresses import ELSEWHERE
 from phalanx.wire.control import Endpoint, is_loopback, parse_address
 
@@ -20,8 +20,8 @@ Store = Any  # torch.distributed.Store
 OP = "init_process_group"
 
 
-def times_met(store: Store, rank: int, *, more: int = 0) -> int:
-    """Return how often this rank has met here, and now `more` often: the same on all ranks."""
+def count_rendezvous(store: Store, rank: int, *, more: int = 0) -> int:
+    """Add `more` to the count of this rank's rendezvous here, the same on all ranks; return it."""
     return int(store.add(f"phalanx/count/{rank}", more))
 
 
@@ -31,8 +31,8 @@ def meet(
     """Return the backend of this rank among those that meet through `store`.
 
     `group` names it among groups that have the store in common. Blocks until all have come:
-    `CollectiveTimeoutError` names who has not in `timeout` seconds. `InvalidWorldSizeError` if
-    ranks disagree on their number; `AuthenticationError` if only some have a token, or the ranks
+    `CollectiveTimeoutError` names the absent ranks after `timeout` seconds. `InvalidWorldSizeError`
+    if ranks disagree on their number; `AuthenticationError` if only some have a token, or the ranks
     are on several hosts and have none; `MisuseError` if two processes are one rank;
     `BackendUnavailableError` for a store that is gone.
     """
@@ -40,10 +40,10 @@ def meet(
         return make_backend("auto", World(rank=0, world_size=1), timeout)
     environ = os.environ
     scope = environ.get("TORCHELASTIC_RUN_ID", ""), environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    words = Words(store, (*scope, group), trust_in_torchs_store())
-    meeting = Meeting(words, rank, world_size, timeout, op)
-    answer, listener = init.meet(meeting, _toward(store))
-    times_met(store, rank, more=1)
+    entries = Entries(store, (*scope, group), trust_in_torchs_store())
+    part = StoreRendezvous(entries, rank, world_size, timeout, op)
+    answer, listener = init.meet(part, _route_to_ranks(store))
+    count_rendezvous(store, rank, more=1)
     one_host = is_loopback(parse_address(answer.address).host)
     world = World(
         rank=rank,
@@ -53,13 +53,13 @@ def meet(
         token=answer.token or None,
         listener=listener,
     )
-    backend = make_backend("auto", world, max(meeting.left(), 1.0))
+    backend = make_backend("auto", world, max(part.left(), 1.0))
     backend.timeout = timeout
     return backend
 
 
-def _toward(store: Store) -> Endpoint:
-    """Return what lies in the direction of the other ranks: the store's host, or MASTER_ADDR."""
+def _route_to_ranks(store: Store) -> Endpoint:
+    """Return an address on the route to the other ranks: the store's host, or MASTER_ADDR."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     if hasattr(store, "host") and hasattr(store, "port"):

@@ -1,18 +1,16 @@
-"""Work and futures: what torch's callers hold of a call that is under way.
+"""Work and futures: the handles of torch's callers on a call that is under way.
 
     ProcessGroupWork   torch's `Work` over ours
     WorkFuture         torch's `Future` of it, for Python code
 
-**Futures.** The value is a list of tensors, always: DDP's C++ code reads it without a look at its
+**Futures.** The value is always a list of tensors: DDP's C++ code reads it without a check of its
 type. So an error reaches C++ by way of a `then` that raises. FP16_COMPRESS, a hook of DDP's in C++,
-wants a list that is not Python's. Only a future that is complete can hold one: so `get_future`
-waits for float16.
+wants a C++ list. Only a complete future can hold one: so `get_future` waits for float16.
 
-**Order.** What a hook of DDP puts on a future (`then`) may issue collectives, as PowerSGD's does,
-and these have to come in one order on all ranks. So inside a backward pass, and inside a callback,
-Python code gets a future that is complete: its collective is waited for first. DDP's own reduction,
-in C++, which puts nothing on its futures, stays asynchronous: it is waited for at the end of the
-backward pass, by the thread of that pass.
+**Order.** A callback that a DDP hook puts on a future (`then`) may issue collectives, as PowerSGD's
+does. These need one order on all ranks. So inside a backward pass or a callback, Python code gets a
+complete future: its collective is waited for first. DDP's own reduction, in C++, puts no callbacks
+on its futures. It stays asynchronous: the thread of the backward pass waits for it at the end.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ UNSET = timedelta(0)
 
 
 def seconds_of(timeout: timedelta | None) -> float | None:
-    """A timeout of torch's in seconds; None if it is not set: -1 ms, 0 and None mean that."""
+    """Return a timeout of torch's in seconds; None if it is not set: -1 ms, 0 or None."""
     seconds = timeout.total_seconds() if timeout is not None else 0.0
     return seconds if seconds > 0 else None
 
@@ -53,9 +51,9 @@ class ProcessGroupWork(c10d.Work):
 
     tensors   its results
     work      ours, while it is under way; None when it is done
-    at_end    called with this, once, if its future is wanted in a backward pass while it is under
+    at_end    called once with this if its future is wanted in a backward pass while it is under
               way, or it has failed
-    error     with which it ended, if it never began
+    error     the error of a work that never began
     """
 
     def __init__(
@@ -102,45 +100,45 @@ class ProcessGroupWork(c10d.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Return whether `wait` would return, or raise, at once."""
         return self._work is None or self._work.done()
 
     def exception(self) -> DistributedError | None:
-        """The error with which it ended, or None, also while it is under way."""
+        """Return the error with which it ended, or None, also while it is under way."""
         if self._work is not None and self._work.done():
-            self.settle()
+            self.take_outcome()
         return self._error
 
     def is_success(self) -> bool:
-        """Whether it is done, and well."""
+        """Return whether it is done, without an error."""
         return self.is_completed() and self.exception() is None
 
     def result(self) -> list[Tensor]:
-        """Its tensors. Waits for them."""
+        """Wait, and return its tensors."""
         self.wait()
         return list(self._tensors)
 
     def source_rank(self) -> int:
-        """Of a receive: the rank in the group that has sent. Waits for it."""
+        """Wait for a receive, and return the sender's rank in the group."""
         self.wait()
         return self._sender
 
     _source_rank = source_rank
 
-    def settle(self) -> None:
+    def take_outcome(self) -> None:
         """Take the outcome; blocks only if it is under way."""
         with suppress(DistributedError):  # it is kept
             self.wait()
 
     def go_on(self) -> None:
-        """Let it move on from now, since nobody may wait for it: somebody waits for its future."""
+        """Let it move on from now without a `wait`: there are waiters for its future only."""
         if self._work is not None:
             self._work.go_on()
 
     # Futures --------------------------------------------------------------------------------
 
     def get_future(self) -> Any:
-        """A future of its list of tensors; always the same one."""
+        """Return the future of its list of tensors; always the same one."""
         if self._future is None:
             self._future = self._make_future()
         return self._future
@@ -153,7 +151,7 @@ class ProcessGroupWork(c10d.Work):
         else:
             waits = in_backward or _callbacks.running
         if waits:
-            self.settle()
+            self.take_outcome()
         work, failed = self._work, self._error is not None
         if in_backward and self._at_end is not None and (work is not None or failed):
             self._at_end(self)
@@ -196,7 +194,7 @@ class BoundedWait(AnyOf):
 
 @untraced
 class TogetherWork(ProcessGroupWork):
-    """Some works as one: done when all are. `_end_coalescing` gives one."""
+    """Several works as one: done when all are. `_end_coalescing` returns one."""
 
     def __init__(self, works: Sequence[ProcessGroupWork]) -> None:
         super().__init__([tensor for work in works for tensor in work._tensors])
@@ -209,21 +207,21 @@ class TogetherWork(ProcessGroupWork):
         return True
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Return whether `wait` would return, or raise, at once."""
         return all(work.is_completed() for work in self._works)
 
     def exception(self) -> DistributedError | None:
-        """The error of the first that failed, or None."""
+        """Return the error of the first that failed, or None."""
         return next((e for work in self._works if (e := work.exception())), None)
 
     def get_future(self) -> Any:
-        """A future of all their tensors; they are waited for first."""
+        """Return a future of all their tensors; they are waited for first."""
         self.wait()
         return super().get_future()
 
 
 class _Callbacks(threading.local):
-    """Whether this thread runs what was put on futures."""
+    """A flag of each thread: it is running a callback of a future."""
 
     running = False
 
@@ -233,7 +231,7 @@ _callbacks = _Callbacks()
 
 @untraced
 class WorkFuture(Future[list[Tensor]]):
-    """The future of a work, for Python code: who waits for it moves the work on."""
+    """The future of a work, for Python code: a wait for it moves the work on."""
 
     def __init__(self, work: ProcessGroupWork) -> None:
         super().__init__()
@@ -241,8 +239,8 @@ class WorkFuture(Future[list[Tensor]]):
         self._once = threading.Lock()
 
     def complete(self) -> None:
-        """Set the outcome, if nobody has, and call what was put on this. The work is over."""
-        self._owner.settle()  # which may run callbacks, and these may wait for this future
+        """Set the outcome, if it is not set, and run the callbacks. The work is over."""
+        self._owner.take_outcome()  # which may run callbacks, and these may wait for this future
         if not self._once.acquire(blocking=False):
             return
         outer, _callbacks.running = _callbacks.running, True
@@ -257,13 +255,13 @@ class WorkFuture(Future[list[Tensor]]):
         self._owner.wait()
 
     def wait(self) -> list[Tensor]:
-        """Block until the work is done; its tensors."""
-        self._owner.settle()
+        """Block until the work is done; return its tensors."""
+        self._owner.take_outcome()
         self.complete()
         return super().wait()
 
     def then(self, callback: Callable[[Future[list[Tensor]]], Any]) -> Any:
-        """A future of what `callback(self)` returns, which is called when the work is done."""
+        """Return a future of the result of `callback(self)`, called when the work is done."""
         self._owner.go_on()
         return super().then(callback)
 

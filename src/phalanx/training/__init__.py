@@ -1,4 +1,4 @@
-"""The smallest training loop, what describes one rank of it, and a notice to leave, and scalars."""
+"""The smallest training loop, configurations of its ranks, notices to leave, and scalars."""
 
 from phalanx.training.config import CompressionConfig, DataParallelConfig, DistributedConfig
 from phalanx.training.loop import distributed_train_step, train_epoch

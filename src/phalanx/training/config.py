@@ -1,4 +1,4 @@
-"""Configurations: a rank and its group, and how gradients are averaged; from and to text."""
+"""Configurations: a rank and its group, and the averaging of gradients; from and to text."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ _AGGREGATORS: Mapping[str, Callable[[Backend], GradientAggregator]] = MappingPro
 
 class _Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def to_json(self) -> str:
-        """As JSON, which `from_json` reads."""
+        """Return it as JSON, which `from_json` reads."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls: type[T], text: str | bytes) -> T:
-        """From JSON. Raises ValueError, which names the field, for text that does not fit."""
+        """Return the config in JSON. Raise ValueError, which names the field, for other text."""
         try:
             return msgspec.json.decode(text, type=learned(cls))
         except msgspec.DecodeError as error:
@@ -68,7 +68,7 @@ class _Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DistributedConfig(_Config, frozen=True):
-    """A rank, the number of ranks, and the address at which they connect.
+    """A rank, the number of ranks, and the address of their rendezvous.
 
     world_size        1 or more
     rank              0 <= rank < world_size
@@ -102,7 +102,7 @@ class DistributedConfig(_Config, frozen=True):
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> DistributedConfig:
-        """From these variables. Raises ValueError, which names the variable."""
+        """Return the config of these variables. Raise ValueError, which names the variable."""
         numbers, address = {}, None
         names = _VARIABLES if environ.keys() & _VARIABLES[2:] else _VARIABLES[:2]
         for name in names:
@@ -134,13 +134,13 @@ class DistributedConfig(_Config, frozen=True):
             raise type(error)(f"the environment has {found}: {error}") from None
 
     def to_environment(self) -> dict[str, str]:
-        """The variables that `from_environment` reads, and `phalanx.init`."""
+        """Return the variables for `from_environment` and `phalanx.init`."""
         place = () if self.coordinator_addr is None else parse_address(self.coordinator_addr)
         values = (self.world_size, self.rank, *place)
         return {name: str(value) for name, value in zip(_VARIABLES, values, strict=False)}
 
     def connect(self, *, timeout: float = DEFAULT_TIMEOUT) -> TcpBackend:
-        """This rank's backend. Blocks until all ranks are connected; raises as `TcpBackend` does.
+        """Return this rank's backend. Blocks until all are connected; raises as `TcpBackend` does.
 
         Rank 0 listens at `coordinator_addr`. Under torchrun, whose own store listens at
         MASTER_PORT, `phalanx.init()` gives the backend instead.
@@ -177,7 +177,7 @@ class CompressionConfig(_Config, frozen=True):
         self.build()
 
     def build(self) -> Compressor:
-        """A new compressor."""
+        """Return a new compressor of this configuration."""
         if not isinstance(self.method, str) or self.method not in _COMPRESSORS:
             raise ValueError(
                 f"compression: {self.method!r} is no method; there are {', '.join(_COMPRESSORS)}"
@@ -203,7 +203,7 @@ class CompressionConfig(_Config, frozen=True):
 
 
 class DataParallelConfig(_Config, frozen=True):
-    """How a rank trains with the others.
+    """A rank's data-parallel training.
 
     config       the rank and its group
     aggregator   local, all_reduce, parameter_server or compressed; or one of your own, as text that
@@ -246,7 +246,7 @@ class DataParallelConfig(_Config, frozen=True):
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> DataParallelConfig:
-        """From these variables. Raises ValueError, which names the variable."""
+        """Return the config of these variables. Raise ValueError, which names the variable."""
         config = DistributedConfig.from_environment(environ)
         aggregator = environ.get("PHALANX_AGGREGATOR") or "all_reduce"
         text = environ.get("PHALANX_COMPRESSION")
@@ -260,16 +260,16 @@ class DataParallelConfig(_Config, frozen=True):
             ) from None
 
     def to_environment(self) -> dict[str, str]:
-        """The variables that `from_environment` reads."""
+        """Return the variables that `from_environment` reads."""
         variables = {**self.config.to_environment(), "PHALANX_AGGREGATOR": self.aggregator}
         if self.compression is not None:
             variables["PHALANX_COMPRESSION"] = self.compression.to_json()
         return variables
 
     def build(self, backend: Backend) -> GradientAggregator:
-        """The aggregator, over a backend; `MisuseError` if that is not the rank of the config.
+        """Return the aggregator, over a backend; `MisuseError` if that is not the config's rank.
 
-        TypeError if one of your own is no `GradientAggregator`; and what its import raises.
+        TypeError if one of your own is no `GradientAggregator`; and the errors of its import.
         """
         if (backend.rank, backend.world_size) != (self.config.rank, self.config.world_size):
             raise MisuseError(

@@ -25,15 +25,15 @@ def distributed_train_step(
     *,
     step: int | None = None,
 ) -> Loss:
-    """Compute gradients, average them over the ranks, apply the averages; the loss of this rank.
+    """Compute gradients, average them over the ranks, apply the averages; return this rank's loss.
 
     compute_gradients   returns the loss and the gradients of this rank's batch
     apply_gradients     is given their averages, in the same order
-    step                its number, in errors; by default how many the aggregator was used for
+    step                its number, in errors; by default that of the aggregator's steps so far
 
     Every rank calls it equally often. Blocks as the aggregator does. Errors of all three pass
-    through as they are, with a note (which Python shows from 3.11 on) of the step's number and
-    phase. TypeError, before anything is sent, if `compute_gradients` returns something else, or
+    through unchanged, with a note (which Python shows from 3.11 on) of the step's number and phase.
+    TypeError, before anything is sent, if `compute_gradients` returns something else, or
     `aggregator` is not an aggregator.
     """
     if not isinstance(aggregator, GradientAggregator):
@@ -63,7 +63,7 @@ def distributed_train_step(
 
 
 def _checked_pair(computed: tuple[Loss, Sequence[Tensor]]) -> tuple[Loss, Sequence[Tensor]]:
-    """The same, if it is a loss and gradients; else TypeError."""
+    """Return the argument, if it is a loss and gradients; else TypeError."""
     found: Any = computed
     if not isinstance(found, (tuple, list)):
         has = f"a {type(found).__name__}"
@@ -94,19 +94,19 @@ def train_epoch(
     description: str = "epoch",
     console: Console | None = None,
 ) -> float:
-    """A training step for each of this rank's batches; the mean of this rank's losses.
+    """Take a training step for each of this rank's batches; return the mean of its losses.
 
     batches             equally many on every rank; if it has a length, the bar has an end
     compute_gradients   returns the loss (a number, or a tensor of one) and the gradients of a batch
     apply_gradients     is given their averages
     description         stands before the bar
-    console             where the bar is shown, by rank 0: standard error by default, and nothing
+    console             shows rank 0's bar: standard error by default, and nothing
                         unless that is a terminal
 
-    Blocks as `distributed_train_step` does, and raises what that does. After this rank's last batch
-    a message of 8 bytes checks that the others have no more: if they do, `DesyncError` on every
-    rank says who had how many. Without a batch the mean is NaN. TypeError, before anything is sent,
-    for a loss that is no number.
+    Blocks and raises as `distributed_train_step` does. After this rank's last batch a message of 8
+    bytes checks that the others have no more: if they do, `DesyncError` on every rank names the
+    numbers. Without a batch the mean is NaN. TypeError, before anything is sent, for a loss that is
+    no number.
     """
     first = aggregator.backend is None or aggregator.backend.rank == 0
     console = console or Console(stderr=True)
@@ -136,7 +136,7 @@ def train_epoch(
 
 
 def _with_number(computed: Any) -> Any:
-    """The same; TypeError if its loss is no number."""
+    """Return the result; TypeError if its loss is no number."""
     if isinstance(computed, (tuple, list)) and computed:
         loss = computed[0]
         one = loss.numel() == 1 if isinstance(loss, Tensor) else hasattr(loss, "__float__")
@@ -152,7 +152,7 @@ def _with_number(computed: Any) -> Any:
 def _check_all_over(count: int, aggregator: GradientAggregator) -> None:
     """Raise `DesyncError` unless every rank has had equally many batches.
 
-    A rank with more batches is in its aggregator, whose collectives compare what the ranks do, too.
+    A rank with more batches is in its aggregator, whose collectives find the difference, too.
     """
     backend = aggregator.backend
     if backend is None:

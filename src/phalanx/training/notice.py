@@ -14,8 +14,8 @@
               SIGTERM    \\_____ exchange ____/
 
 An *exchange* is an `async_all_reduce_` of 16 bytes on a group of the notice's own. It begins in one
-call of `given()` and is read in the next one, when it is over long since, so that nobody waits for
-it. All ranks read the same result in the same call.
+call of `given()` and is read in the next one, when it is long over, so that no rank waits for it.
+All ranks read the same result in the same call.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ MOST_CALLS = 16  # between two exchanges: steps may become slower at once
 
 
 class Notice:
-    """Whether this job was told to leave: the same answer on every rank, at the same step.
+    """A notice to this job to leave: the same answer on every rank, at the same step.
 
     backend  the ranks that leave together
-    signals  which tell this process so: SIGTERM comes from `phalanx run`, torchrun, Kubernetes, Ray
+    signals  that give notice: SIGTERM comes from `phalanx run`, torchrun, Kubernetes, Ray
              and `scancel`; SLURM's `--signal=USR1@60` sends SIGUSR1. Without any, `give()` is left
-    every    seconds between two exchanges, where steps are shorter: then most calls of `given()`
+    every    seconds between two exchanges, if steps are shorter: then most calls of `given()`
              cost nothing. 0: one in each call
 
     Used in a `with` statement by every rank of the backend, which makes a group of them. A signal
-    that comes more than a second after the first one, while a checkpoint is being written, say,
-    goes to the handler of before: as a second Ctrl-C does. After the `with` statement all do. A
-    notice around another one is given, too.
+    more than a second after the first one, such as while a checkpoint is written, goes to the
+    former handler: as a second Ctrl-C does. After the `with` statement all do. A notice around
+    another one is given, too.
 
-    Raises `MisuseError` for signals in another thread than the main one, where Python handles none;
-    ValueError for what is no signal that can be handled, or a negative `every`.
+    Raises `MisuseError` for signals outside the main thread, since Python handles none there;
+    ValueError for a signal that cannot be handled, or a negative `every`.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Notice:
 
     @property
     def exit_code(self) -> int:
-        """What the program ends with: 75 (EX_TEMPFAIL) if `given()` has said so, else 0."""
+        """The program's exit code: 75 (EX_TEMPFAIL) if `given()` has returned True, else 0."""
         return os.EX_TEMPFAIL if self._given else 0
 
     def give(self) -> None:
@@ -105,14 +105,14 @@ class Notice:
         self._told = True
 
     def given(self) -> bool:
-        """Whether the ranks leave now. Every rank calls this after every step, and saves if so.
+        """Return whether the ranks leave now. Every rank calls it after every step; save if so.
 
-        A notice is answered in the second call after it; where steps take less than `every`, after
-        about so long, and 17 calls at most. From then on all calls return True. A notice in the
+        A notice is answered in the second call after it; if steps take less than `every`, after
+        about that time, and 17 calls at most. From then on all calls return True. A notice in the
         last steps of a loop may not be answered any more.
 
         Blocks only while other ranks are a whole step behind. Raises as `all_reduce` does:
-        `PeerLostError`, `CollectiveTimeoutError` or `DeadlockError`, too, where ranks call it
+        `PeerLostError`, `CollectiveTimeoutError` or `DeadlockError`, too, if ranks call it
         unequally often.
         """
         group = self._group
@@ -134,7 +134,7 @@ class Notice:
         return False
 
     def _begin(self, group: SubBackend) -> PendingCollective[Tensor]:
-        """Begin an exchange: who was told (a rank, from 1), and when this rank wants the next."""
+        """Begin an exchange: of the rank with a notice (from 1), and the time of the next one."""
         now, calls = monotonic(), self._calls - self._begun
         seconds = max(now - self._began, 1e-9) / calls
         wanted = min(max(1, int(self._every / seconds)), MOST_CALLS)
@@ -143,7 +143,7 @@ class Notice:
         return async_all_reduce_(values, group, ReduceOp.MAX, label="Notice.given()")
 
     def _read(self, exchange: PendingCollective[Tensor]) -> bool:
-        """Whether a rank had a notice when it began this exchange."""
+        """Return whether a rank had a notice when it began this exchange."""
         told, negative = exchange.wait().tolist()  # the least that a rank wants, as a MAX
         self._exchange = None
         self._next = self._begun - negative
@@ -156,7 +156,7 @@ class Notice:
         return self._given
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        """Take note of a signal. Only this; it may come in the middle of anything."""
+        """Take note of a signal, and do no more: it may come at any point."""
         self._first = min(self._first, monotonic())
         self._told = True
         before = self._before[signum]
@@ -178,7 +178,7 @@ class Notice:
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         for signum, before in self._before.items():
-            if signal.getsignal(signum) == self._handle:  # else somebody has other plans by now
+            if signal.getsignal(signum) == self._handle:  # else another handler was set meanwhile
                 signal.signal(signum, signal.SIG_DFL if before is None else before)
         group, exchange = self._group, self._exchange
         self._group = self._exchange = None
@@ -191,7 +191,7 @@ class Notice:
 
 
 def _checked(signals: Iterable[int]) -> tuple[int, ...]:
-    """These signals; ValueError unless a program can handle them."""
+    """Return the signals; ValueError unless a program can handle them."""
     can_be_handled = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
     if isinstance(signals, int) or not can_be_handled.issuperset(signals):
         raise ValueError(

@@ -36,19 +36,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("phalanx")
 
-RESERVED = ("step", "time")  # what a record has besides its scalars
+RESERVED = ("step", "time")  # keys of a record besides its scalars
 PATIENCE = 120.0
 """Seconds that `close` waits for a target: MLflow may need 30 for a new database."""
 
 
 class Writer(Protocol):
-    """Writes records, in the order of their steps. Raises what the file or logger raises."""
+    """Writes records, in the order of their steps. Raises the errors of the file or logger."""
 
     def write(self, step: int, means: Mapping[str, float]) -> None:
         """Write the record of a step."""
 
     def close(self) -> None:
-        """Write what is left, and let go of it."""
+        """Write the rest, and close the target."""
 
 
 WriterFactory = Callable[[str, int], Writer]
@@ -130,12 +130,12 @@ class Scalars:
         step     its number, larger than the one before; with the same steps on every rank
         values   numbers, and tensors of one element, which may be changed afterwards
 
-        Also calls `backend.progress.log`, with what is on the host.
+        Also calls `backend.progress.log`, with the values on the host.
 
-        Blocks only while other ranks are a whole step behind. TypeError for what is no number,
-        ValueError for a tensor of several, or a step that does not grow. In a later call, and on
-        every rank, `DesyncError` for ranks that log other names or steps, with both;
-        and as `all_reduce` does.
+        Blocks only while other ranks are a whole step behind. TypeError for a value that is no
+        number, ValueError for a tensor of several, or a step that does not grow. In a later call,
+        and on every rank, `DesyncError` for ranks that log other names or steps, with both; and as
+        `all_reduce` does.
         """
         if not self._is_open:
             raise MisuseError(f"rank {self._backend.rank}: log() of a Scalars that is closed")
@@ -153,7 +153,7 @@ class Scalars:
             self._close_window()
 
     def _advance(self) -> None:
-        """Read the exchange that is over, and begin the next."""
+        """Read a finished exchange, and begin the next."""
         if self._exchanged is not None:
             window, exchange = self._exchanged
             self._exchanged = None
@@ -174,8 +174,9 @@ class Scalars:
         self._closed, self._window = self._window, _Window()
 
     def close(self) -> None:
-        """Write what was logged since the last record, too. Every rank calls it; blocks until rank
-        0 has written, but for 120 s at most. A second call does nothing."""
+        """Write the values logged since the last record, too. Every rank calls it; blocks until
+        rank 0 has written, but for 120 s at most. A second call does nothing.
+        """
         if not self._is_open or self._backend.forked:
             return
         self._is_open = False
@@ -200,12 +201,12 @@ class Scalars:
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if kind is None:
             self.close()
-        elif self._is_open:  # other ranks may be anywhere: only what is exchanged is written
+        elif self._is_open:  # other ranks may be anywhere: only exchanged values are written
             self._let_go()
 
 
 class _Window:
-    """What this rank has logged for one record."""
+    """This rank's values for one record."""
 
     def __init__(self) -> None:
         self.first = self.step = self.calls = 0
@@ -216,7 +217,7 @@ class _Window:
         self._on_the_way: list[tuple[str, Tensor, Any]] = []
 
     def add(self, step: int, values: dict[str, SupportsFloat], rank: int) -> dict[str, float]:
-        """Add the numbers of a call; returns those that are on the host. All or none."""
+        """Add the numbers of a call; return those that are on the host. All or none."""
         host: dict[str, float] = {}
         devices: dict[str, Tensor] = {}
         for name, value in values.items():
@@ -261,9 +262,9 @@ class _Window:
             self._on_the_way.append((name, copied, event))
 
     def sums(self) -> Tensor:
-        """The number of calls; then sum and count under each name, in the order of the names.
+        """Return the number of calls; then sum and count under each name, in their order.
 
-        So a rank that has logged no name sends something, too, which others can compare.
+        So a rank without names sends something, too, which others can compare.
         """
         for name, copied, event in self._on_the_way:
             if event is not None:
@@ -274,7 +275,7 @@ class _Window:
         return torch.tensor([(self.calls, 0), *pairs], dtype=torch.float64)
 
     def means(self, sums: Tensor) -> dict[str, float]:
-        """The means, from the sums and counts of all ranks."""
+        """Return the means, from the sums and counts of all ranks."""
         return {
             name: total / count
             for name, (total, count) in zip(self.names, sums.tolist()[1:], strict=True)
@@ -292,7 +293,7 @@ _Record = tuple[int, int, dict[str, float]]
 
 
 class _Target:
-    """Where rank 0 writes: records go to a thread of its own, since to write may take long."""
+    """A target of rank 0, written in a thread of its own, since writing may take long."""
 
     def __init__(self, to: str, make: WriterFactory, name: str) -> None:
         self.records: queue.SimpleQueue[_Record | None] = queue.SimpleQueue()
@@ -330,7 +331,7 @@ class _Target:
             )
 
     def finish(self) -> None:
-        """Let the thread write what it has, and end."""
+        """Let the thread write its records, and end."""
         self.records.put(None)
         self._thread.join(PATIENCE)
         if self._thread.is_alive():

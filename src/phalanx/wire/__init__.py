@@ -1,1 +1,1 @@
-"""What crosses the wire, and nothing about how: frames, control messages, the handshake."""
+"""The content of the wire, without I/O: frames, control messages, the handshake."""

@@ -11,9 +11,9 @@
     x          tensor                dtype as s, number of dimensions, their lengths, the elements
 
 Lengths are unsigned LEB128: seven bits a byte, the lowest first, the high bit set on all but the
-last byte. The encoder refuses what has another type than these, a subclass too, so that types
-survive. The decoder takes no memory for a length that the bytes at hand do not bear out, goes at
-most `DEPTH` levels deep, and runs nothing. Neither does I/O, and neither knows of ranks.
+last byte. The encoder refuses objects of other types, subclasses too, so that types survive. The
+decoder allocates no memory for a length beyond the bytes at hand, goes at most `DEPTH` levels deep,
+and runs no code. Neither does I/O or knows of ranks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _SHOWN = 40  # characters of a key in a message
 
 
 def shown(key: object) -> str:
-    """The key of a dict for a message."""
+    """Return the key of a dict for a message."""
     if type(key) not in _LEAVES or (type(key) is int and key.bit_length() > 4 * _SHOWN):
         return f"<{type(key).__name__}>"
     text = repr(key[:_SHOWN] if isinstance(key, (str, bytes)) else key)
@@ -63,7 +63,7 @@ def shown(key: object) -> str:
 
 
 def encode(obj: object) -> bytearray:
-    """The bytes of an object. Raises `UnsupportedObjectError`, naming the part that is refused."""
+    """Return the bytes of an object. Raise `UnsupportedObjectError`, naming the refused part."""
     out = bytearray()
     _put(out, obj, ["obj"], set())
     return out
@@ -166,7 +166,7 @@ def _refused(path: list[str], problem: str) -> UnsupportedObjectError:
 
 
 def decode(content: memoryview) -> object:
-    """The object that these bytes encode. Raises `MalformedObjectError` if they encode none.
+    """Return the object that these bytes encode. Raise `MalformedObjectError` if they encode none.
 
     Tensors are new, contiguous, on the CPU, without a gradient; they need not stay with `content`.
     """
@@ -216,7 +216,7 @@ class _Decoder:
             raise MalformedObjectError(f"a str that is not UTF-8: {error}") from None
 
     def _count(self, depth: int, least: int = 1) -> int:
-        """How many objects follow, of at least so many bytes each."""
+        """Return how many objects follow, of at least so many bytes each."""
         if depth == 0:
             raise MalformedObjectError(f"an object of more than {DEPTH} levels")
         count = self.length()

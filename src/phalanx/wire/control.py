@@ -14,7 +14,7 @@ from phalanx.wire.frame import FrameError
 
 
 class Address(msgspec.Struct, frozen=True, gc=False):
-    """From each rank to rank 0: where it listens, and which host and process it is."""
+    """From each rank to rank 0: its address, its host and its process."""
 
     host: str
     port: int
@@ -33,7 +33,7 @@ class Table(msgspec.Struct, frozen=True):
 
 
 class Host(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where ranks listen that have this in common."""
+    """The common part of the addresses of several ranks."""
 
     address: str
     host_id: str
@@ -50,14 +50,14 @@ class Listener(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class CompactTable(msgspec.Struct, frozen=True, array_like=True):
-    """`Table` in some 15 bytes a rank, for a wide mesh: what ranks have in common stands once."""
+    """`Table` in some 15 bytes a rank, for a sparse mesh: common parts stand once."""
 
     hosts: list[Host]
     listeners: list[Listener]
 
     @classmethod
     def of(cls, addresses: list[Address]) -> CompactTable:
-        """The table of these addresses, in rank order."""
+        """Return the table of these addresses, in rank order."""
         hosts = {Host(each.host, each.host_id): None for each in addresses}
         number = {host: at for at, host in enumerate(hosts)}
         listeners = [
@@ -67,7 +67,7 @@ class CompactTable(msgspec.Struct, frozen=True, array_like=True):
         return cls(list(hosts), listeners)
 
     def addresses(self) -> list[Address]:
-        """Every rank's address, in rank order. Raises `FrameError` if a host is missing."""
+        """Return every rank's address, in rank order. Raise `FrameError` if a host is missing."""
         found = []
         for number, port, *rest in map(msgspec.structs.astuple, self.listeners):
             if not 0 <= number < len(self.hosts):
@@ -84,7 +84,7 @@ class Attached(msgspec.Struct, frozen=True):
 
 
 class AllAttached(msgspec.Struct, frozen=True):
-    """From rank 0 to each rank of a wide mesh, which has told only rank 0: what it has heard."""
+    """From rank 0 to each rank of a sparse mesh, which has told only rank 0: the sum of reports."""
 
     rank: int  # the first that has a problem, or 0
     problem: str
@@ -97,22 +97,22 @@ class FailureNotice(msgspec.Struct, frozen=True):
     culprit: int
     reporter: int
     reason: str
-    # If ranks disagree: what the reporter was doing, and its sequence number.
+    # If ranks disagree: the reporter's operation, and its sequence number.
     signature: str = ""
     sequence: int = -1
-    met: str = ""  # what the culprit was doing, where that is known
+    met: str = ""  # the culprit's operation, if it is known
 
 
 LONGEST_TEXT = 20_000  # characters; three such texts fit into a control frame in any script
 
 
 def shortened(text: str) -> str:
-    """The text, or its beginning if it is too long for a control frame."""
+    """Return the text, or its beginning if it is too long for a control frame."""
     return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ..."
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """A question to a rank, about the group of the frame: what do you do, or wait for?"""
+    """A question to a rank about the group of the frame: its current call, or its wait."""
 
     sequence: int  # of the collective; -1: this is not about one
     fingerprint: int
@@ -122,7 +122,7 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What a rank waits for: in words, `what`; if it waits in no call, that is its last one."""
+    """A rank's wait, in words (`what`); its last call if it waits in none."""
 
     waits_for: list[int]  # global ranks
     what: str
@@ -135,9 +135,9 @@ class Answer(msgspec.Struct, frozen=True):
 def chain_of_waits(
     first: Iterable[int], answers: Mapping[int, Answer | None]
 ) -> tuple[list[int], bool]:
-    """The shortest chain of ranks that wait for each other, and whether it ends.
+    """Return the shortest chain of ranks that wait for each other, and whether it ends.
 
-    `answers` holds what the ranks that were asked have said: None for nothing. A chain ends with a
+    `answers` holds the answers of the ranks that were asked: None for nothing. A chain ends with a
     rank that waits for nobody. If none does, it is the first steps of a circle.
     """
     chains = [[rank] for rank in first]
@@ -154,7 +154,7 @@ def chain_of_waits(
     return (chains[0] if chains else []), False
 
 
-# What every rank of a wide mesh has to hear (`transport/tcp/flooding.py`).
+# News for every rank of a sparse mesh (`transport/tcp/flooding.py`).
 
 
 class RankLeft(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -178,7 +178,7 @@ class GroupLeft(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class GroupFailed(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """A group is broken."""
+    """A report that a group is broken."""
 
     group: int
     failure: FailureNotice
@@ -188,7 +188,7 @@ Word: TypeAlias = "RankLeft | RankLost | GroupLeft | GroupFailed"
 
 
 class News(msgspec.Struct, frozen=True, array_like=True):
-    """Words, in the order in which the sender heard them."""
+    """Reports, in the order in which the sender heard them."""
 
     words: list[RankLeft | RankLost | GroupLeft | GroupFailed]
 
@@ -201,10 +201,10 @@ _learning = threading.Lock()
 
 
 def learned(kind: _K) -> _K:
-    """Return `kind`, a type that msgspec is to read, when msgspec has learned what it consists of.
+    """Return `kind`, a type that msgspec is to read, after msgspec has learned its fields.
 
-    Left alone it learns that in the first read, and a second thread that reads the same type
-    meanwhile crashes the process (msgspec 0.22). So whoever reads with a type wraps it in this.
+    By itself it learns them in the first read. A second thread that reads the same type meanwhile
+    crashes the process (msgspec 0.22). So every reader wraps its type in this.
     """
     _learn(kind)
     return kind
@@ -217,7 +217,7 @@ def _learn(kind: object) -> None:
 
 
 def decode(payload: bytes, kind: type[_T]) -> _T:
-    """The message in `payload`. Raises `FrameError` if it is not one of this kind."""
+    """Return the message in `payload`. Raise `FrameError` if it is not one of this kind."""
     try:
         return msgspec.msgpack.decode(payload, type=learned(kind))
     # msgspec has no error of its own for text that is not UTF-8, and for too deep nesting.
@@ -240,7 +240,7 @@ class Endpoint(NamedTuple):
 
 
 def parse_address(text: str) -> Endpoint:
-    """What `text` says. Raises ValueError unless it is `host:port` or `[host]:port`."""
+    """Return the address in `text`. Raise ValueError unless it is `host:port` or `[host]:port`."""
     host, colon, port = text.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     wrong_host = not bare or (":" in bare and bare == host) or bare.strip() != bare
@@ -254,7 +254,7 @@ def parse_address(text: str) -> Endpoint:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is written as one that only this machine can reach."""
+    """Return whether `host` is written as one that only this machine can reach."""
     try:
         number = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

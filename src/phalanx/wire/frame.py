@@ -13,7 +13,7 @@ behind a large tensor. Every frame is a fixed little-endian header and its paylo
     length       bytes of payload in this frame
     group        which group of ranks
     number       collective: its sequence number in the group; point-to-point: its tag
-    fingerprint  hash of the operation, the same on every rank that takes part
+    fingerprint  hash of the operation, the same on every participating rank
     total        bytes of the whole message
     offset       where in the message this payload belongs
 
@@ -37,7 +37,7 @@ ALIGNED = 16  # bytes, enough for elements of every dtype
 
 _HEADER = struct.Struct("<4sBBHIQqQQQ")
 HEADER_SIZE = _HEADER.size
-_FIRST = -HEADER_SIZE % ALIGNED  # where a header is staged, so that its payload is aligned
+_FIRST = -HEADER_SIZE % ALIGNED  # place of a staged header, so that its payload is aligned
 
 
 class FrameError(Exception):
@@ -45,7 +45,7 @@ class FrameError(Exception):
 
 
 class Kind(enum.IntEnum):
-    """What a frame is about. Those from `CANCEL` on are control frames, whole in one frame."""
+    """The subject of a frame. Kinds from `CANCEL` on are control frames: one frame each."""
 
     COLLECTIVE = 1  # part of a message of a collective
     POINT_TO_POINT = 2  # part of a message that a user's send() sent
@@ -53,14 +53,14 @@ class Kind(enum.IntEnum):
     FAILURE = 4  # a group is broken, and why
     LEAVE = 5  # the sender closes, in good order
     LEAVE_GROUP = 6  # the sender closes one group
-    ADDRESS = 7  # to rank 0: where I listen
-    TABLE = 8  # from rank 0: where everyone listens
+    ADDRESS = 7  # to rank 0: my address
+    TABLE = 8  # from rank 0: all addresses
     ASK = 9  # are you in this operation, too, and what do you wait for?
-    ANSWER = 10  # what I wait for
+    ANSWER = 10  # my wait
     HEARTBEAT = 11  # I am here
     MEMORY = 12  # I have attached the memory of the ranks of my host; or why I have not
     PIECE = 13  # a part of a message lies in memory that you have attached
-    NEWS = 14  # what every rank has to hear, passed on from rank to rank
+    NEWS = 14  # news for every rank, passed on from rank to rank
 
 
 _KINDS = {int(kind): kind for kind in Kind}
@@ -75,7 +75,7 @@ class Channel(NamedTuple):
 
 
 class Header(NamedTuple):
-    """One frame's header, decoded."""
+    """The decoded header of one frame."""
 
     channel: Channel
     fingerprint: int
@@ -87,13 +87,13 @@ class Header(NamedTuple):
 def pack_header(
     channel: Channel, *, fingerprint: int = 0, length: int = 0, total: int = 0, offset: int = 0
 ) -> bytes:
-    """The 52 bytes before a payload of `length` bytes."""
+    """Return the 52 bytes before a payload of `length` bytes."""
     group, kind, number = channel
     return _HEADER.pack(MAGIC, VERSION, kind, 0, length, group, number, fingerprint, total, offset)
 
 
 def unpack_header(data: bytes | bytearray | memoryview, position: int = 0) -> Header:
-    """The header at `position`. Raises `FrameError` for anything that cannot be one."""
+    """Return the header at `position`. Raise `FrameError` for anything that cannot be one."""
     magic, version, kind, zero, length, group, number, fingerprint, total, offset = (
         _HEADER.unpack_from(data, position)
     )
@@ -115,22 +115,22 @@ def unpack_header(data: bytes | bytearray | memoryview, position: int = 0) -> He
 
 
 class Sink(Protocol):
-    """Where the payload of one message goes, piece by piece, in order."""
+    """The memory for one message's payload, filled piece by piece, in order."""
 
     def space(self) -> memoryview:
-        """Room for the next bytes; never empty before the message is complete."""
+        """Return room for the next bytes; never empty before the message is complete."""
         ...
 
     def advance(self, count: int) -> None:
-        """`count` bytes were written at the start of `space()`."""
+        """Count `count` bytes as written at the start of `space()`."""
         ...
 
 
 class FrameReceiver(Protocol):
-    """Receives what a `FrameDecoder` finds."""
+    """The receiver of a `FrameDecoder`'s frames."""
 
     def message(self, header: Header, whole: memoryview | None) -> Sink | bool:
-        """A frame of a message begins; returns its sink, or False to be asked again later.
+        """Return the sink of a frame that begins, or False to be asked again later.
 
         whole   the message, if it is here in one piece; memory valid for this call. Then the answer
                 may be True: it is taken
@@ -138,15 +138,15 @@ class FrameReceiver(Protocol):
         ...
 
     def control(self, header: Header, payload: bytes) -> None:
-        """A whole control frame came."""
+        """Take a whole control frame."""
         ...
 
 
 class FrameDecoder:
     """Turns a stream of bytes into frames.
 
-    The driver writes what it reads into `space()` and says how much with `received(count)`, which
-    raises `FrameError` once: the stream ends there. Headers and small messages pass through a small
+    The driver reads into `space()` and reports the bytes with `received(count)`, which raises
+    `FrameError` once: the stream ends there. Headers and small messages pass through a small
     staging buffer, many at a time; the bulk of a large message is read into its sink's own memory,
     so that it is never copied here.
 
@@ -160,14 +160,14 @@ class FrameDecoder:
         self._receiver = receiver
         self._staging = memoryview(bytearray(STAGING))
         self._begin = self._end = 0  # staged bytes not yet used: [_begin, _end)
-        self._sink: Sink | None = None  # where the next bytes go, if not into the staging buffer,
+        self._sink: Sink | None = None  # place of the next bytes, if not the staging buffer,
         self._left = 0  # and how many are to come of its frame
         frames = self._read_frames()
         next(frames)
         self.received: Callable[[int], object] = frames.send
 
     def space(self) -> memoryview:
-        """Where to write the next bytes. Empty only while `paused`."""
+        """Return the memory for the next bytes. Empty only while `paused`."""
         if self._sink is not None:
             return self._sink.space()[: self._left]
         if self._begin == self._end:
@@ -179,7 +179,7 @@ class FrameDecoder:
         return self._staging[self._end :]
 
     def _read_frames(self) -> Generator[None, int, None]:
-        """All frames, one after the other. Yields for bytes, and is sent how many came."""
+        """Read all frames, one after the other. Yield for bytes, and receive how many came."""
         receiver, staging = self._receiver, self._staging
         while True:
             while self.paused or self._end - self._begin < HEADER_SIZE:
@@ -215,7 +215,7 @@ class FrameDecoder:
                 yield from self._fill(taken, header.length)
 
     def _fill(self, sink: Sink, left: int) -> Generator[None, int, None]:
-        """Move the payload of a frame to its sink: first what is staged of it, then as it comes."""
+        """Move the payload of a frame to its sink: first the staged bytes, then those that come."""
         while left:
             staged = min(left, self._end - self._begin)
             if staged:

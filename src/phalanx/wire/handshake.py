@@ -9,25 +9,25 @@
 
 Either side sends REFUSE with a reason instead and is done. Both proofs are HMAC-SHA256, keyed with
 the job's token, over the role and the whole of HELLO and CHALLENGE: protocol version, job,
-generation, world size, the two ranks, both nonces, and what each can and wants of TLS. So a proof
-can be neither replayed nor reflected, and a change on the way is detected by the next proof.
+generation, world size, the two ranks, both nonces, and each side's offer of TLS. So a proof can be
+neither replayed nor reflected, and a change on the way is detected by the next proof.
 
-A caller without the token learns the protocol's version, and nothing about the job: the acceptor
-compares what HELLO says with what it is only when the dialer has proved itself, and the rank and
-the rest in CHALLENGE are masked by a value that follows from the token, HELLO and the nonce.
+A caller without the token learns the protocol's version, and nothing about the job. The acceptor
+checks the content of HELLO only after the dialer has proved itself. The rank and the rest of
+CHALLENGE are masked by a value derived from the token, HELLO and the nonce.
 
 A message is a type byte, a 16-bit length of at most `LIMIT`, and its content. The driver reads
 `room` bytes at a time: of an unauthenticated peer no more than one message is kept.
 
-The acceptor's proof comes first, so anyone who may connect can try tokens against it offline: this
-is why a token is random, of 128 bits at least.
+The acceptor's proof comes first, so anyone who may connect can try tokens against it offline. Hence
+a token is random, of 128 bits at least.
 
 TLS (`agree` says whether). Each side has an ephemeral certificate, whose SHA-256 is in CHALLENGE
-and in PROOF, under the same proofs; within TLS, each compares it with the one that the other shows,
-whose private key the other has used. So the two ends of the tunnel are the two that were proved,
-and nobody is between. SEAL, said only after that, follows from the nonces: it binds this tunnel to
-this conversation, also where several ranks bring one certificate. Without TLS, what is sent after
-the handshake is neither encrypted nor signed.
+and in PROOF, under the same proofs. Within TLS, each side compares it with the other's certificate,
+whose private key the other has used. So the two ends of the tunnel are the two proved ranks,
+without anybody between. SEAL, sent only after that, is derived from the nonces: it binds this
+tunnel to this conversation, even if ranks share a certificate. Without TLS, bytes after the
+handshake are neither encrypted nor signed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import NamedTuple
 
-PROTOCOL_VERSION = 5  # raised with every change of what ranks say to each other
+PROTOCOL_VERSION = 5  # raised with every change of the ranks' messages
 NONCE_SIZE = 32
 PROOF_SIZE = 32
 LIMIT = 192
@@ -60,7 +60,7 @@ FIRST, ROOM = _HEAD.size, _HEAD.size + LIMIT  # bytes to read first; the longest
 
 
 class Identity(NamedTuple):
-    """Who a rank claims to be."""
+    """The rank that a process claims to be."""
 
     job: str
     generation: int
@@ -69,21 +69,21 @@ class Identity(NamedTuple):
 
     @property
     def job_digest(self) -> bytes:
-        """The job's name in 16 bytes."""
+        """Return the job's name in 16 bytes."""
         return hashlib.sha256(self.job.encode()).digest()[:16]
 
 
 class Stance(IntEnum):
-    """What a side can and wants of TLS."""
+    """A side's capability and demand of TLS."""
 
     OFF, CANNOT, ABLE = range(3)
 
 
 class Offer(NamedTuple):
-    """What a side says about TLS.
+    """A side's offer of TLS.
 
     apart         it sees the other side on another host
-    fingerprint   makes its certificate, if there is none yet; the SHA-256 of that
+    fingerprint   makes its certificate, if there is none yet; returns the SHA-256 of that
     """
 
     stance: Stance = Stance.OFF
@@ -92,7 +92,7 @@ class Offer(NamedTuple):
 
     @property
     def byte(self) -> int:
-        """Stance and `apart`, as they are sent."""
+        """Return stance and `apart`, as they are sent."""
         return self.stance | (_APART if self.apart else 0)
 
 
@@ -119,11 +119,11 @@ def agree(dialer: int, dialers: int, acceptor: int, acceptors: int) -> tuple[boo
     )
 
 
-class Refused(Exception):  # noqa: N818 - it is what happened, and becomes an error of ours later
+class Refused(Exception):  # noqa: N818 - it is an event, and becomes an error of Phalanx later
     """The handshake failed.
 
     by_peer   the other side refused
-    final     the two will never agree; otherwise the connection failed, and another may not
+    final     the two will never agree; else the connection failed, and another may succeed
     """
 
     def __init__(self, reason: str, *, by_peer: bool = False, final: bool = True) -> None:
@@ -132,12 +132,12 @@ class Refused(Exception):  # noqa: N818 - it is what happened, and becomes an er
 
 
 class Handshake:
-    """One side of one handshake: feed it what was received, send what it returns.
+    """One side of one handshake: feed it the received bytes, send the bytes it returns.
 
     `receive(data)` returns the bytes to send, and raises `Refused` when it has failed, with the
     last words for the peer in `farewell`. After it is `complete`, `peer` is the other rank, and
-    `surplus` what came behind the handshake. A driver that gives it `room` bytes at most at a time
-    never makes it keep more than one message, nor read what belongs to TLS.
+    `surplus` the bytes behind the handshake. If the driver gives it at most `room` bytes at a time,
+    it never keeps more than one message, nor reads bytes of TLS.
 
     begins_tls    nothing more is said in plain text: the driver calls `enter_tls` and starts TLS,
                   the dialer as its client, and the handshake goes on within
@@ -167,16 +167,16 @@ class Handshake:
         self._offer = offer
         self._buffer = bytearray()
         self._key = b""  # HMAC(token, "dialer", ...), the dialer's proof
-        self._within = b""  # what this side says first within TLS
+        self._within = b""  # this side's first message within TLS
 
     @property
     def has_token(self) -> bool:
-        """Whether there is one to prove: without, anybody can speak the handshake."""
+        """Return whether there is a token to prove: without one, anybody speaks the handshake."""
         return bool(self._token)
 
     @property
     def room(self) -> int:
-        """How many bytes to read next, at most: what the message lacks."""
+        """Return how many bytes to read next, at most: the missing part of the message."""
         have = len(self._buffer)
         if have < _HEAD.size:
             return _HEAD.size - have
@@ -185,11 +185,11 @@ class Handshake:
 
     @property
     def surplus(self) -> bytes:
-        """Bytes that belong to whatever follows the handshake."""
+        """Return the bytes that follow the handshake."""
         return bytes(self._buffer)
 
     def receive(self, data: bytes) -> bytes:
-        """Take received bytes; return what to send. Raises `Refused`."""
+        """Take received bytes; return those to send. Raise `Refused`."""
         self._buffer += data
         reply = b""
         while not (self.complete or self.begins_tls):
@@ -205,7 +205,7 @@ class Handshake:
         return reply
 
     def enter_tls(self) -> bytes:
-        """Go on within TLS; return what is to be said there first, if anything."""
+        """Go on within TLS; return the first bytes to send there, if any."""
         self.begins_tls = False
         if self._buffer:
             raise self._refuse(PLAIN_TEXT)
@@ -249,7 +249,7 @@ class Handshake:
         return _mac(self._token, role, transcript)
 
     def _mask(self, said: bytes, content: bytes) -> bytes:
-        """Hide what the acceptor says of itself, or show it, from what was said before."""
+        """Mask the acceptor's description of itself, or unmask it, by the messages before it."""
         mask = self._proof(b"rank", said) + self._proof(b"certificate", said)
         return bytes(one ^ other for one, other in zip(content, mask, strict=False))
 
@@ -271,7 +271,7 @@ class DialerHandshake(Handshake):
         self.proved = False
 
     def start(self) -> bytes:
-        """The first message."""
+        """Return the first message, HELLO."""
         me = self.identity
         self._hello = _HELLO.pack(
             PROTOCOL_VERSION,
@@ -312,7 +312,7 @@ class DialerHandshake(Handshake):
 
 
 class AcceptorHandshake(Handshake):
-    """The side that was called. `admit(peer)` gives a reason to turn that rank away, or None."""
+    """The side that accepted. `admit(peer)` gives a reason to turn that rank away, or None."""
 
     __slots__ = ("_admit", "_mine", "_mismatch")
 
@@ -325,8 +325,8 @@ class AcceptorHandshake(Handshake):
     ) -> None:
         super().__init__(identity, token, offer)
         self._admit = admit
-        self._mine = b""  # the fingerprint of its certificate, where TLS was agreed
-        self._mismatch = ""  # why the two do not fit, whatever it proves
+        self._mine = b""  # the fingerprint of its certificate, if TLS was agreed
+        self._mismatch = ""  # why the two do not fit, with any proof
 
     def _answer(self, kind: int, content: bytes) -> bytes:
         if self.peer is None:
@@ -351,7 +351,7 @@ class AcceptorHandshake(Handshake):
         return _message(WELCOME, b"")
 
     def _challenge(self, kind: int, content: bytes) -> bytes:
-        # The version first: in another version, what follows may differ.
+        # The version first: in another version, the rest may differ.
         if kind == HELLO and len(content) >= _VERSION.size:
             (theirs,) = _VERSION.unpack_from(content)
             if theirs != PROTOCOL_VERSION:
@@ -377,7 +377,7 @@ class AcceptorHandshake(Handshake):
         return _message(CHALLENGE, challenge + self._proof(b"acceptor", transcript))
 
     def _compare(self, job: bytes, generation: int, rank: int, world_size: int, target: int) -> str:
-        """Return why a caller that says this about itself does not belong here, or ""."""
+        """Return why a caller with this identity does not belong here, or ""."""
         me = self.identity
         if job != me.job_digest:
             return "the caller is of another job"

@@ -19,7 +19,7 @@ Buffer = Any  # bytes, bytearray, memoryview, array: the buffer protocol has no 
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor as writable bytes; it keeps the tensor alive.
+    """Return the memory of a contiguous CPU tensor as writable bytes; it keeps the tensor alive.
 
     By way of ctypes, since NumPy knows no bfloat16 and need not be installed. Raises
     `UnsupportedOperationError` for a tensor of another device.
@@ -52,14 +52,14 @@ def tensor_at(address: int, count: int, dtype: torch.dtype, *, keeping: object) 
 
 
 def readable_bytes(data: Tensor | Buffer) -> memoryview:
-    """The bytes to send for `data`: a tensor (copied if it is not contiguous) or a buffer."""
+    """Return the bytes of `data` to send: a tensor (copied if it is not contiguous) or a buffer."""
     if isinstance(data, Tensor):
         return tensor_bytes(plain(data))
     return _bytes_of_buffer(memoryview(data))
 
 
 def writable_bytes(into: Tensor | Buffer) -> tuple[memoryview, Tensor | None]:
-    """Where to receive, and the contiguous stand-in to copy back from if `into` is strided."""
+    """Return memory to receive in, and the contiguous copy to read from if `into` is strided."""
     if isinstance(into, Tensor):
         if is_plain(into):
             return tensor_bytes(into.detach()), None
@@ -90,9 +90,9 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def outside_inference_mode(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, which leaves `torch.inference_mode()` while it runs.
+    """Return the function, such that it leaves `torch.inference_mode()` while it runs.
 
-    A tensor that is made in the mode can be written in it only: not by other threads, or later.
+    A tensor made in that mode cannot be written by other threads, or later.
     """
 
     @wraps(function)
@@ -130,7 +130,7 @@ NO_DISPATCH = Tensor.__torch_dispatch__  # of classes of tensors that have memor
 
 
 def why_not_movable(tensor: Tensor, devices: Container[str]) -> str | None:
-    """Why its memory cannot be moved, for a message; None for a dense one on such a device."""
+    """Return why a tensor's memory cannot be moved, for a message; None if it can."""
     if not tensor.is_cpu and tensor.device.type not in devices:
         return f"one on {tensor.device}; move it with .cpu(), or use a backend for that device"
     if tensor.layout is not torch.strided or tensor.is_nested:
@@ -143,7 +143,7 @@ def why_not_movable(tensor: Tensor, devices: Container[str]) -> str | None:
 
 
 def check_distinct(tensor: Tensor) -> None:
-    """Raise `MisuseError` if several elements lie in one place, as in what `expand` gives."""
+    """Raise `MisuseError` if several elements lie in one place, as in a result of `expand`."""
     if not tensor.is_contiguous() and any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     ):
@@ -154,5 +154,5 @@ def check_distinct(tensor: Tensor) -> None:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the memory holds the values one after the other, none negated or conjugated."""
+    """Return whether the values lie one after the other, none negated or conjugated."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())

@@ -2,7 +2,7 @@
 
 wire      messages: their kinds and headers, which server has which parameters
 state     the protocol of a server, without I/O: messages go in, actions come out
-server    the loop: wait for any message, tell the state, do the actions that it asks for
+server    the loop: wait for any message, pass it to the state, do the resulting actions
 client    the worker's side
 """
 

@@ -47,11 +47,11 @@ WHO = "ParameterServer.connect"
 
 
 class ParameterClient:
-    """What a worker calls: made by `ParameterServer.connect`, which see. Use it in a `with`.
+    """A worker's client, made by `ParameterServer.connect`, which see. Use it in a `with`.
 
     params    the tensors given to `connect`, into which `pull_` and `step` copy
     servers   the ranks that have the parameters
-    pushes    how many steps of this worker count, on every server
+    pushes    number of this worker's steps that count, on every server
     timeout   seconds that each call waits at most, by default
 
     Every call goes to all servers at the same time. Errors of all of them:
@@ -63,7 +63,7 @@ class ParameterClient:
                               broken: the same call may be made again
     `MisuseError`             the client is closed
 
-    A body that raises ends the client so that the servers know it as a worker that was lost.
+    If the body raises, the client ends as a lost worker.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ParameterClient:
             raise
 
     def push(self, gradients: Sequence[Tensor], *, timeout: float | None = None) -> int:
-        """Give the servers this worker's gradients: its next step. Returns the step's number.
+        """Give the servers this worker's gradients: its next step. Return the step's number.
 
         gradients   as many as `params`, of the same shapes and dtypes; not changed. Zeros for a
                     parameter that was not used
@@ -110,27 +110,27 @@ class ParameterClient:
         more to each server, and gets 32 from it. After a `CollectiveTimeoutError` call it again
         with the same gradients: servers to which they count already take no notice.
 
-        TypeError or ValueError, before anything is sent, for gradients that do not fit, and for one
-        that is not finite, which would spoil the parameters for all: `skip` the step then.
+        TypeError or ValueError, before anything is sent, for gradients that do not fit, or are not
+        finite, which would spoil the parameters for all: `skip` the step then.
         """
         self._fill(gradients, "push")
         self._call(MessageKind.PUSH, self.pushes + 1, "push", timeout)
         return self.pushes
 
     def skip(self, *, timeout: float | None = None) -> int:
-        """A step without gradients: others do not wait for this worker's. Else as `push`.
+        """Take a step without gradients: others do not wait for this worker's. Else as `push`.
 
-        In synchronous mode the mean is that of those who pushed.
+        In synchronous mode the mean is of the workers that pushed.
         """
         self._call(MessageKind.SKIP, self.pushes + 1, "skip", timeout)
         return self.pushes
 
     def pull(self, *, timeout: float | None = None) -> list[Tensor]:
-        """The parameters as they are now: new tensors, where `params` are.
+        """Return the parameters as they are now: new tensors, where `params` are.
 
         Blocks until this worker may begin its next step: in synchronous mode until the step that it
-        has pushed is over, else until it is not too far ahead of the slowest. What it has pushed is
-        in them. From each server they are of one moment; several servers may be apart. Gets the
+        has pushed is over, else until it is not too far ahead of the slowest. They include its
+        pushes. From each server they are of one moment; several servers may be apart. Gets the
         parameters' bytes once, and 32 more from each server, and sends 32 to it.
         """
         fresh = [torch.empty_like(param, requires_grad=False) for param in self.params]
@@ -140,7 +140,7 @@ class ParameterClient:
     def pull_(
         self, params: Sequence[Tensor] | None = None, *, timeout: float | None = None
     ) -> None:
-        """The same, into `params`, which change when all have come; by default the client's."""
+        """Pull into `params`, by default the client's, which change when all have come."""
         into = self.params
         if params is not None:
             who = f"rank {self.backend.rank}: ParameterClient.pull_"
@@ -148,7 +148,7 @@ class ParameterClient:
         self._call(MessageKind.PULL, self.pushes, "pull", timeout, into)
 
     def step(self, gradients: Sequence[Tensor], *, timeout: float | None = None) -> None:
-        """`push`, then `pull_` into the client's parameters; both are under way together."""
+        """Do `push` and `pull_` into the client's parameters, both at the same time."""
         self._fill(gradients, "step")
         self._call(MessageKind.PUSH, self.pushes + 1, "step", timeout, self.params)
 
@@ -213,7 +213,7 @@ class ParameterClient:
         timeout: float | None,
         into: Sequence[Tensor] | None = None,
     ) -> None:
-        """Ask all servers the same, and wait for their answers; `into`: and for parameters."""
+        """Send all servers one request, and wait for their answers; with parameters, if `into`."""
         self._check_usable(op)
         seconds = self.timeout if timeout is None else check_timeout(timeout)
         headers = [MessageHeader(kind, self._requests + 1, number)]
@@ -239,7 +239,7 @@ class ParameterClient:
                 connection.copy_to(into)
 
     def _translated(self, error: DistributedError, op: str, number: int) -> DistributedError:
-        """The error in this backend's numbers, and of this call."""
+        """Return the error in this backend's numbers, and of this call."""
         rank = self.backend.rank
         failures = [c.pair.failure for c in self._connections]
         failure = next((each for each in failures if each is not None), None)
@@ -262,7 +262,7 @@ class ParameterClient:
             )
 
     def _end(self, error: BaseException) -> None:
-        """Leave without BYE: the servers learn why, and who is to blame if it is another."""
+        """Leave without BYE: the servers learn why, and which rank is to blame."""
         rank, ranks = self.backend.rank, self.backend.ranks
         told: DistributedError = PeerLostError(f"worker rank {rank} ended with {error!r}")
         culprit = ranks[rank]
@@ -283,8 +283,8 @@ class ParameterClient:
 def checked_gradients(
     gradients: Iterable[Tensor], params: Sequence[Tensor], who: str, *, what: str = "gradient"
 ) -> list[Tensor]:
-    """The gradients, or `what` they are, as a list. TypeError or ValueError, which names it, for
-    one that is not alike the parameter, or is missing.
+    """Return the gradients, or `what` they are, as a list. TypeError or ValueError, which names it,
+    for one that is missing or does not fit its parameter.
     """
     advice = "; give zeros for a parameter that was not used"
     listed = listed_tensors(gradients, who, what=what, advice=advice)
@@ -302,7 +302,7 @@ def checked_gradients(
 
 
 # ------------------------------------------------------------------------------
-# A call: the same messages to all servers, and what each answers.
+# A call: the same messages to all servers, and their answers.
 #
 #          server 0   - PUSH ->   <- DONE
 # worker   server 1   - PUSH -------->     <- DONE      it goes on when all have answered
@@ -318,10 +318,10 @@ def ask_all(
     seconds: float,
 ) -> None:
     """Send the same messages to all servers, and take their answers. Blocks until all have
-    answered. On an error nothing of it is left under way.
+    answered. After an error nothing stays under way.
     """
     deadline = monotonic() + seconds
-    # What is waited for, and of a receive, what goes on when it is over.
+    # Works to wait for; for a receive, the generator that goes on when it is over.
     under_way: dict[PendingCollective[Any], Iterator[PendingCollective[int]] | None] = {}
     try:
         for connection in connections:
@@ -345,12 +345,12 @@ def ask_all(
 
 
 class ServerConnection:
-    """What a worker sends to one server, and gets from it.
+    """A worker's messages to one server, and its answers.
 
     server    its rank
-    numbers   which parameters it has
-    clock     at which it lets the worker begin
-    text      its list of parameters, if it has said that it differs
+    numbers   of the parameters that it has
+    clock     at which the worker may begin
+    text      its list of parameters, if that differs
 
     Memory for two messages with tensors, each as large as this server's parameters.
     """
@@ -374,11 +374,11 @@ class ServerConnection:
 
     @torch.no_grad()
     def copy_to(self, params: Sequence[Tensor]) -> None:
-        """Copy the parameters that have come last to where they belong."""
+        """Copy the latest parameters to their places."""
         for view, number in zip(self._values.tensors, self.numbers, strict=True):
             params[number].copy_(view)
 
-    # Who waits for any of these has a deadline; they have none of their own.
+    # The wait for any of these has a deadline; they have none of their own.
 
     def send(self, header: MessageHeader) -> PendingCollective[None]:
         """Begin to send a message; a PUSH with the gradients."""
@@ -389,8 +389,8 @@ class ServerConnection:
         return self.pair.isend(message, self._peer, tag=tag, timeout=math.inf, background=False)
 
     def take_answer(self, header: MessageHeader) -> Iterator[PendingCollective[int]]:
-        """Receive the answer to a message, and the text that follows it. Yields what to wait for
-        before it goes on.
+        """Receive the answer to a message, and the text that follows it. Yield the waits
+        between.
         """
         of_values = header.kind is MessageKind.PULL
         while True:

@@ -1,4 +1,4 @@
-"""A server: wait for any message of any worker, tell the state, do the actions that it asks for."""
+"""A server: wait for any worker's message, pass it to the state, do the resulting actions."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Server:
         return self._record
 
     def _serve(self, worker: int, connection: WorkerConnection) -> None:
-        """Do what the messages ask for that have come from one worker, or drop it if it is lost."""
+        """Handle the messages that have come from one worker, or drop it if it is lost."""
         headers = connection.poll()
         while True:
             try:
@@ -127,16 +127,16 @@ class Server:
                 if self._state.sessions[worker].state is not SessionState.GONE:
                     self._lose(worker, connection, error)
                 connection.end(lost=True)
-            self._act()  # what the optimizer or `on_step` raises is not the worker's
+            self._act()  # errors of the optimizer or `on_step` are not the worker's
 
     def _check_finite(self, pushed: list[Tensor]) -> None:
-        """ValueError for gradients that no `ParameterClient` sends."""
+        """Raise ValueError for gradients that no `ParameterClient` sends."""
         if (found := not_finite(pushed)) is not None:
             number, value = self._record.numbers[found[0]], found[1]
             raise ValueError(f"it pushes a gradient of parameter {number} with the value {value}")
 
     def _act(self) -> None:
-        """Do what the state asks for."""
+        """Do the actions of the state."""
         for action in self._state.actions():
             if isinstance(action, ApplyUpdate):
                 self._step([self._connections[worker].pushed() for worker in action.workers])
@@ -155,9 +155,10 @@ class Server:
                 connection.send(action.header)
 
     def _step(self, pushed: Sequence[list[Tensor]]) -> None:
-        """One step of the optimizer along the mean of some workers' gradients.
+        """Take one step of the optimizer along the mean of some workers' gradients.
 
-        These are used as memory. Sums are in the order given; of float16 and bfloat16, in float32.
+        The gradients' memory is overwritten. Sums are in the order given; of float16 and bfloat16,
+        in float32.
         """
         record = self._record
         if record.optimizer is not None:
@@ -177,11 +178,11 @@ class Server:
         record.pushes = {worker: session.pushes for worker, session in state.sessions.items()}
 
     def _lose(self, worker: int, connection: WorkerConnection, error: Exception) -> None:
-        """A worker is gone: it is dropped, or nobody can go on."""
+        """Drop a lost worker, or end the service if nobody can go on without it."""
         state, rank = self._state, self._backend.rank
         failure = connection.pair.failure
         reason, culprit = str(error), worker
-        if failure is None:  # it lives, and sends what makes no sense
+        if failure is None:  # it lives, and sends nonsense
             connection.pair.fail(
                 PeerLostError(f"server rank {rank} dropped rank {worker}: {reason}")
             )
@@ -211,7 +212,7 @@ class Server:
         )
 
     def _tell_all(self, error: BaseException) -> None:
-        """The workers learn why this server does not go on; of a lost worker, which one."""
+        """Tell the workers why this server ends, and which worker is lost, if one is."""
         ranks, rank = self._backend.ranks, self._backend.rank
         lost = error.peer if isinstance(error, (PeerLostError, DesyncError)) else None
         text = str(error) if lost is not None else f"server rank {rank} ended with {error!r}"
@@ -221,7 +222,7 @@ class Server:
                 connection.pair.fail(kind(text), culprit=None if lost is None else ranks[lost])
 
     def _silence(self) -> CollectiveTimeoutError:
-        """The error that says of which workers nothing has come."""
+        """Return the error that names the silent workers."""
         rank, here, coming = self._backend.rank, [], []
         for worker, session in self._state.sessions.items():
             if session.state is SessionState.COMING:
@@ -250,7 +251,7 @@ class Server:
 def checked_workers(
     workers: Sequence[int] | None, servers: tuple[int, ...], backend: Backend
 ) -> tuple[int, ...]:
-    """The workers, ascending: by default every rank that is no server."""
+    """Return the workers, ascending: by default every rank that is no server."""
     if backend.rank not in servers:
         raise MisuseError(
             f"rank {backend.rank} calls {WHO} and is none of servers={servers}: workers call "
@@ -267,7 +268,7 @@ def checked_workers(
 
 
 def named(ranks: Sequence[int]) -> str:
-    """`rank 2`, `ranks 2, 3`."""
+    """Return ranks in words: `rank 2`, `ranks 2, 3`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
@@ -278,10 +279,10 @@ def named(ranks: Sequence[int]) -> str:
 class WorkerConnection:
     """The messages of one pair of server and worker, which breaks alone.
 
-    error   why it cannot go on, which `poll` has not raised yet; nothing else here raises
+    error   its failure, which `poll` has yet to raise; nothing else here raises
 
-    A header is always expected; tensors, while there is memory for them: `release` says that the
-    last push is not needed any more. Memory is taken when the worker comes: twice the parameters.
+    A header is always expected; tensors only while there is memory for them: `release` frees that
+    of the last push. Memory of twice the parameters is allocated when the worker comes.
     """
 
     def __init__(self, pair: SubBackend, params: Sequence[Tensor]) -> None:
@@ -300,11 +301,11 @@ class WorkerConnection:
         self._expect(self._header, HEADERS)
 
     def pending(self) -> list[PendingCollective[Any]]:
-        """What is under way, any of which may be waited for."""
+        """Return the works under way, any of which may be waited for."""
         return [*self._receives, *self._sends]
 
     def poll(self) -> Iterator[MessageHeader]:
-        """The headers of messages that have come since; then raises what ends the connection."""
+        """Yield the headers of messages that have come; then raise the connection's error."""
         for receive in [each for each in self._receives if each.over]:
             message = self._receives.pop(receive, None)
             if message is None:  # it was given up meanwhile
@@ -330,12 +331,12 @@ class WorkerConnection:
             raise error
 
     def pushed(self) -> list[Tensor]:
-        """The gradients that have come last."""
+        """Return the gradients of the latest push."""
         assert self._pushed is not None
         return self._pushed.tensors
 
     def release(self) -> None:
-        """What was pushed is not needed any more: expect the next."""
+        """Free the memory of the last push, and expect the next one."""
         if self._is_expecting:
             assert self._pushed is not None
             self._expect(self._pushed.data, TENSORS)
@@ -348,9 +349,9 @@ class WorkerConnection:
 
     @torch.no_grad()
     def send_values(self, header: MessageHeader) -> None:
-        """Send a header and the parameters, as they are when they are sent.
+        """Send a header and the current parameters.
 
-        Later, if the last ones are still on their way to a worker that has asked again.
+        They are sent later if the last ones are still on their way to this worker.
         """
         if self._values_sent is not None and not self._values_sent.over:
             self._deferred = header
@@ -363,7 +364,7 @@ class WorkerConnection:
         self._values_sent = self._send(self._values.data, TENSORS)
 
     def end(self, *, lost: bool = False) -> None:
-        """Expect nothing more of this worker; `lost`: nor that it takes what was sent."""
+        """Expect nothing more of this worker; if `lost`, cancel the sends to it, too."""
         self._is_expecting = False
         for pending in [*self._receives, *(self._sends if lost else ())]:
             pending.cancel("the worker is gone")

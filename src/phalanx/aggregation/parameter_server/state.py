@@ -4,12 +4,12 @@
     coming ---------------> greeted ----------> joined ------------------------------> gone
                -> WELCOME             PULL, PUSH, SKIP -> VALUES, DONE, DONE
 
-The server tells it what it has `received` and which worker is `lost`, and then does what `actions`
-yields. So a test can play through every order of events.
+The server calls `received` for a message and `lost` for a lost worker, and then does the actions
+that `actions` yields. So a test can play through every order of events.
 
-A push waits until its step may begin (see modes, below). Where gradients are applied together it
-counts then, and is kept until those of all that have joined are in; their mean is one step. While a
-worker is between greeted and joined no such step ends: it joins at the same one on all servers.
+A push waits until its step may begin (see modes, below). In synchronous mode it counts then, and is
+kept until all workers that have joined have pushed; the mean is one step. While a worker is between
+greeted and joined, no such step ends: it joins at the same one on all servers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 from phalanx.aggregation.parameter_server.wire import MessageHeader, MessageKind
 
 # ------------------------------------------------------------------------------
-# Modes: when a worker may begin its next step, and what is applied together. Rows of one table.
+# Modes: the start of a worker's next step, and gradients applied together. Rows of one table.
 #
 #                     ahead of the slowest   the server applies              as in
 #     SYNCHRONOUS     0 steps                the mean of a step of all       one process
@@ -46,9 +46,9 @@ class ServerMode:
     """A row: `SYNCHRONOUS`, `ASYNCHRONOUS`, or `staleness(s)`.
 
     name       as it is written in messages
-    bound      how many steps a worker may be ahead of the slowest that has joined
+    bound      steps that a worker may be ahead of the slowest that has joined
     together   whether the gradients of a step are averaged, and are one step of the optimizer; then
-               nobody may be missing: a worker that is lost is everyone's error, not its own
+               no worker may be missing: a lost worker is everyone's error, not its own
     """
 
     name: str
@@ -60,7 +60,7 @@ class ServerMode:
 
     @staticmethod
     def staleness(bound: int) -> ServerMode:
-        """Each at most `bound` steps ahead of the slowest. ValueError for a negative number."""
+        """Return the mode of at most `bound` steps ahead of the slowest; ValueError below 0."""
         if bound < 0:
             raise ValueError(f"staleness({bound}): nobody is ahead by fewer steps than 0")
         return ServerMode("staleness", bound, together=False)
@@ -82,26 +82,26 @@ ServerMode.ASYNCHRONOUS = ServerMode("asynchronous", math.inf, together=False)
 
 
 class Reply(NamedTuple):
-    """Answer a worker: with the parameters after VALUES; with the list of them after DIFFERS."""
+    """Answer a worker: with the parameters after VALUES; with their list after DIFFERS."""
 
     worker: int
     header: MessageHeader
 
 
 class ApplyUpdate(NamedTuple):
-    """Make the mean of what these workers have pushed one step of the optimizer."""
+    """Take one step of the optimizer along the mean of these workers' gradients."""
 
     workers: list[int]
 
 
 class ReleaseBuffer(NamedTuple):
-    """What this worker has pushed is not needed any more: the next may be received."""
+    """Free the memory of this worker's push: the next may be received."""
 
     worker: int
 
 
 class Disconnect(NamedTuple):
-    """A worker has left in good order."""
+    """Close the connection of a worker that has left in good order."""
 
     worker: int
 
@@ -110,11 +110,11 @@ Action = Reply | ApplyUpdate | ReleaseBuffer | Disconnect
 
 
 # ------------------------------------------------------------------------------
-# Sessions: how far each worker has come, and what it waits for.
+# Sessions: each worker's progress, and its wait.
 
 
 class SessionState(Enum):
-    """How far a worker has come."""
+    """The states of a worker's session."""
 
     COMING = 0
     GREETED = 1
@@ -139,7 +139,7 @@ _VALID_IN: Mapping[MessageKind, tuple[SessionState, ...]] = MappingProxyType(
 class WorkerSession:
     """One worker, as a server knows it.
 
-    pushes   how many steps it has done: of a push that comes twice the second does not count
+    pushes   number of its steps: of a push that comes twice the second does not count
     held     pushes and skipped steps that do not count yet
     pull     the parameters that it waits for; a later request takes the place of an earlier one
     """
@@ -151,13 +151,13 @@ class WorkerSession:
 
 
 class ServerState:
-    """What one server knows of its workers.
+    """One server's view of its workers.
 
     steps    of the optimizer
-    round    of a mode that applies together: how many steps of all are over, which have no more
+    round    in synchronous mode: the number of finished common steps, which have no more
              steps of the optimizer than that
-    clocks   how many steps each worker has done that has joined and not left. They count pushes,
-             from where the slowest was when the worker joined:
+    clocks   number of steps of each worker that has joined and not left. They count pushes,
+             from the slowest worker's clock at the time of joining:
 
         rank 1   0 - 1 - 2 - 3 - 4 - 5      with a bound of 2, rank 1 may not begin its next step:
         rank 2   0 - 1 - 2                  it is 5 - 2 = 3 ahead. Rank 3 came late, and began where
@@ -174,24 +174,24 @@ class ServerState:
         self._digest = digest
         self._joined = 0  # ever
         self._latest_slowest = 0
-        self._in_round: dict[int, MessageKind] = {}  # who has done this round's step, and how
+        self._in_round: dict[int, MessageKind] = {}  # this round's steps, by worker
         self._out: deque[Action] = deque()
 
     @property
     def is_open(self) -> bool:
-        """Whether any worker is there, or may come."""
+        """Return whether any worker is there, or may come."""
         return any(s.state is not SessionState.GONE for s in self.sessions.values())
 
     @property
     def _slowest(self) -> int:
-        """The clock of the slowest that has joined; if none is there, what it was last."""
+        """Return the clock of the slowest that has joined; without any, the last such clock."""
         if self.clocks:
             self._latest_slowest = min(self.clocks.values())
         return self._latest_slowest
 
     @property
     def _has_quorum(self) -> bool:
-        """Whether as many have joined as steps wait for, or as many as can."""
+        """Return whether `quorum` workers have joined, or all that can."""
         may_join = (SessionState.COMING, SessionState.GREETED)
         return self._joined >= self._quorum or not self._any_is(*may_join)
 
@@ -199,8 +199,8 @@ class ServerState:
         return any(session.state in states for session in self.sessions.values())
 
     def received(self, worker: int, header: MessageHeader) -> None:
-        """A message of a worker; with a PUSH, its gradients are all here. ValueError for one that
-        a worker does not send in its state.
+        """Take a worker's message; the gradients of a PUSH are all here. ValueError for a message
+        that a worker does not send in its state.
         """
         session = self.sessions[worker]
         kind, request, number = header
@@ -226,7 +226,7 @@ class ServerState:
             session.held.append(header)
 
     def lost(self, worker: int) -> None:
-        """A worker is gone: it is not waited for, and pushes that do not count are dropped."""
+        """Take a worker as gone: do not wait for it, drop pushes that do not count."""
         session = self.sessions[worker]
         session.state = SessionState.GONE
         session.held.clear()
@@ -235,7 +235,7 @@ class ServerState:
         self.clocks.pop(worker, None)
 
     def actions(self) -> Iterator[Action]:
-        """What is to be done now, in this order; what has been done counts for what comes next."""
+        """Yield the next actions, in order; each one done changes those that follow."""
         while True:
             while self._out:
                 yield self._out.popleft()
@@ -256,7 +256,7 @@ class ServerState:
         self._out.append(Reply(worker, MessageHeader(kind, request, number)))
 
     def _take_one_push(self) -> bool:
-        """Let one push count that may, if there is one; of a round, its gradients are kept."""
+        """Let one waiting push count, if one may; keep its gradients in synchronous mode."""
         for worker, session in self.sessions.items():
             if not session.held or session.state is not SessionState.JOINED:
                 continue
@@ -280,7 +280,7 @@ class ServerState:
         return False
 
     def _end_round(self) -> bool:
-        """Apply what all that have joined have pushed, if they have."""
+        """Apply the pushes of a round once all workers that have joined have pushed."""
         behind = any(clock <= self.round for clock in self.clocks.values())
         if not self._in_round or self._any_is(SessionState.GREETED) or behind:
             return False
@@ -294,7 +294,7 @@ class ServerState:
         return True
 
     def _may_begin(self, worker: int) -> bool:
-        """Whether a worker that has joined may begin its next step."""
+        """Return whether a worker that has joined may begin its next step."""
         clock = self.clocks[worker]
         if self._mode.together:  # the last one is over, also where that waits for who is greeted
             return clock <= self.round
@@ -302,7 +302,7 @@ class ServerState:
 
 
 # ------------------------------------------------------------------------------
-# What a server has done so far: for its `on_step`, and in the end.
+# A server's work so far: for its `on_step`, and at the end.
 
 
 @dataclass
@@ -310,13 +310,13 @@ class ServiceRecord:
     """The service as one of its servers sees it. It changes while the service goes on.
 
     rank        the server's
-    numbers     which of the parameters it has, by their places in the list
+    numbers     of its parameters: their places in the list
     params      these, the caller's own tensors: as they are after the last step
     optimizer   theirs; None if it has none
     steps       of the optimizer
-    clocks      of the workers that have joined and not left: steps each has done, counted from
-                where the slowest was when it joined
-    pushes      of every worker that has joined: how many of its steps count here
+    clocks      steps of each worker that has joined and not left, counted from
+    the slowest worker's clock at the time of joining
+    pushes      number of counted steps of every worker that has joined
     dropped     the workers that were lost, and why
     """
 

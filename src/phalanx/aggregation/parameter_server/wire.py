@@ -1,4 +1,4 @@
-"""What worker and server send to each other.
+"""The messages between worker and server.
 
     worker                                     server
       HELLO  hash of the list of parameters   ->
@@ -8,7 +8,7 @@
              <- VALUES  steps of the optimizer; with the parameters
       PUSH   the step, counted from 1; with the gradients ->
              <- DONE    the step, which counts
-      SKIP   the step, which is one of nothing ->
+      SKIP   the step, without gradients       ->
              <- DONE    the step
       BYE                                     ->
              <- DONE
@@ -40,7 +40,7 @@ LONGEST_TEXT = 64 << 20  # bytes of a list of parameters, as text
 
 
 class MessageKind(IntEnum):
-    """What a message says."""
+    """The kinds of messages, as above."""
 
     HELLO = 1
     JOIN = 2
@@ -57,8 +57,8 @@ class MessageKind(IntEnum):
 class MessageHeader(NamedTuple):
     """The beginning of a message.
 
-    request   its number; of an answer, that of what is answered
-    number    the hash, clock, push, step or length that it says, as above
+    request   its number; of an answer, the number of the request
+    number    its hash, clock, push, step or length, as above
     """
 
     kind: MessageKind
@@ -66,17 +66,17 @@ class MessageHeader(NamedTuple):
     number: int = 0
 
     def write(self, message: Tensor) -> None:
-        """Put it at the beginning of a message."""
+        """Write it at the beginning of a message."""
         _FORMAT.pack_into(tensor_bytes(message), 0, *self)
 
     @staticmethod
     def read(message: Tensor) -> MessageHeader:
-        """The header of a message. ValueError for what is none."""
+        """Return the header of a message. ValueError if it has none."""
         kind, request, number = _FORMAT.unpack_from(tensor_bytes(message))
         return MessageHeader(MessageKind(kind), request, number)
 
     def message(self) -> Tensor:
-        """A message of nothing else."""
+        """Return a message of this header alone."""
         message = torch.zeros(HEADER_SIZE, dtype=torch.uint8)
         self.write(message)
         return message
@@ -87,7 +87,7 @@ HEADER_SIZE = _FORMAT.size
 
 
 # ------------------------------------------------------------------------------
-# Shards: which server has which parameters, and where they lie in a message.
+# Shards: the parameters of each server, and their places in a message.
 #
 #     parameters   0        1    2      3          largest first, each to the server that has least
 #     server 0     0 ------------2-----
@@ -100,7 +100,7 @@ HEADER_SIZE = _FORMAT.size
 
 
 def numbers_by_server(params: Sequence[Tensor], servers: int) -> list[list[int]]:
-    """For each server the numbers of its parameters, ascending; balanced by bytes.
+    """Return the numbers of each server's parameters, ascending; balanced by bytes.
 
     A server may have none. The same on every rank that has tensors alike.
     """
@@ -114,7 +114,7 @@ def numbers_by_server(params: Sequence[Tensor], servers: int) -> list[list[int]]
 
 
 class ShardMessage:
-    """Memory for a message with tensors like some others behind its header.
+    """Memory for a message: a header, and tensors of given shapes and dtypes behind it.
 
     data      the whole, which is sent without a copy
     tensors   their places in it
@@ -133,7 +133,7 @@ class ShardMessage:
 
 
 class ParameterList:
-    """What worker and server have to agree on, line by line.
+    """A list of parameters, on which worker and server have to agree, line by line.
 
     text     the lines as bytes
     digest   their hash, of 64 bits
@@ -148,7 +148,7 @@ class ParameterList:
         self.digest = xxh3_64_intdigest(self.text)
 
     def first_difference(self, text: bytes) -> tuple[str, str]:
-        """The first line of this, and of the other list whose text it is, in which they differ."""
+        """Return the first lines in which this list and another one, given as text, differ."""
         theirs = msgspec.json.decode(text, type=list[str])
         for here, there in zip_longest(self._lines, theirs, fillvalue="no more parameters"):
             if here != there:
@@ -157,12 +157,12 @@ class ParameterList:
 
 
 def described(tensor: Tensor) -> str:
-    """Its dtype and shape."""
+    """Return a tensor's dtype and shape in words."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def not_finite(tensors: Iterable[Tensor]) -> tuple[int, object] | None:
-    """The place of the first tensor that has a value which is not finite, and that value."""
+    """Return the place of the first tensor with a value that is not finite, and that value."""
     for place, tensor in enumerate(tensors):
         if not is_finite(tensor):
             return place, tensor[~tensor.isfinite()][0].item()
@@ -170,8 +170,8 @@ def not_finite(tensors: Iterable[Tensor]) -> tuple[int, object] | None:
 
 
 def checked_params(params: Iterable[Tensor], who: str) -> list[Tensor]:
-    """The parameters as a list. TypeError unless it is one of tensors; `UnsupportedOperationError`
-    for one that no optimizer can change: of whole numbers.
+    """Return the parameters as a list. TypeError if it is no list of tensors;
+    `UnsupportedOperationError` for integers, which no optimizer can change.
     """
     listed = listed_tensors(params, who, what="parameter", advice="")
     for number, param in enumerate(listed):
@@ -184,7 +184,7 @@ def checked_params(params: Iterable[Tensor], who: str) -> list[Tensor]:
 
 
 # ------------------------------------------------------------------------------
-# Which ranks are servers and workers, and the pairs that they talk in.
+# The ranks that are servers and workers, and their pairs.
 #
 #     ranks      0   1   2   3           pairs   (0, 2)  (0, 3)  (1, 2)  (1, 3)
 #     servers    0   1
@@ -195,8 +195,8 @@ def checked_params(params: Iterable[Tensor], who: str) -> list[Tensor]:
 
 
 def checked_servers(servers: Sequence[int], backend: Backend, who: str) -> tuple[int, ...]:
-    """The servers, in their order. InvalidRankError for one that is no rank; ValueError for twice
-    the same; `InvalidWorldSizeError` for none.
+    """Return the servers, in their order. InvalidRankError for one that is no rank; ValueError for
+    duplicates; `InvalidWorldSizeError` for none.
     """
     listed = tuple(backend.check_rank(server, "server") for server in servers)
     if not listed:
@@ -207,5 +207,5 @@ def checked_servers(servers: Sequence[int], backend: Backend, who: str) -> tuple
 
 
 def local_rank(backend: Backend, rank: int) -> int | None:
-    """The backend's number for a rank of the job; None if it is no member."""
+    """Return the backend's number for a rank of the job; None if it is no member."""
     return backend.ranks.index(rank) if rank in backend.ranks else None

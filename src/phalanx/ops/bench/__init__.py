@@ -1,11 +1,11 @@
-"""How fast ranks move tensors, beside other libraries in the same processes: `phalanx bench`.
+"""`phalanx bench`: times operations between ranks, beside other libraries in the same processes.
 
-request      what to measure, from the words of a command line, and what ranks answer
+request      a request, made from the words of a command line, and the ranks' answers
 start        the ranks, as processes started here or by a launcher
 rank         one rank's part: the clock
-operations   what it runs, and the expected result
-peer         who runs it: the interface of a library here
+operations   the operations, and their expected results
+peer         the interface of a library here
 peers        the libraries, and the table of them
-report       what was found, how it is shown and kept: tables, JSON, what `auto` picks
-             algorithms by
+report       the figures, as tables, as JSON, and as the file by which `auto` picks
+its algorithms
 """

@@ -1,12 +1,12 @@
-"""What is measured: the memory that each operation takes, and the values that have to be in it.
+"""The measured operations: the memory of each, and the values that have to be in it.
 
-Element i of what rank r gives is `i % 13 + r + 1`, where i counts over the whole of the message.
-So a result says which rank and which place it is from, and sums stay whole numbers.
+Element i of rank r's input is `i % 13 + r + 1`; i counts over the whole of the message. So a result
+shows the rank and the place that it is from, and sums stay whole numbers.
 
-Bytes are counted as the NCCL tests do: those of the larger of what a rank gives and gets. Their
-bus bandwidth (doc/PERFORMANCE.md) is what each rank's link has to carry at least, so that it can
-be compared with what the machine can do, whatever the number of ranks: n bytes in t seconds are
-n / t times `bus(ranks)`.
+Bytes are counted as the NCCL tests do: those of a rank's input or its output, whichever is larger.
+Their bus bandwidth (doc/PERFORMANCE.md) is the least load of each rank's link, so that it can be
+compared with the machine's limit for any number of ranks: n bytes in t seconds are n / t times
+`bus(ranks)`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ Values = tuple[ValueRange, ...]
 
 
 def values_of(what: str, r: int, p: int, n: int) -> Values:
-    """What rank r of p ranks gives or gets, of messages of n elements.
+    """Return the input or output of rank r of p ranks, for messages of n elements.
 
-    `.../root` is nothing but on rank 0, `.../even` nothing but on even ranks.
+    `.../root` is empty except on rank 0, `.../even` except on even ranks.
     """
     what, _, only = what.partition("/")
     if (only == "root" and r != 0) or (only == "even" and r % 2 != 0):
@@ -67,7 +67,7 @@ def values_of(what: str, r: int, p: int, n: int) -> Values:
 
 
 def elements_of(what: str, p: int, n: int) -> int:
-    """How many elements it has on a rank that gives or gets it: a part is one of p."""
+    """Return the number of elements on a rank with this input or output: a part is one of p."""
     if what == "nothing":
         return 0
     return n // p if what.endswith(" part") else n
@@ -77,12 +77,12 @@ def elements_of(what: str, p: int, n: int) -> int:
 class BenchOperation:
     """One row: an operation, for p ranks and messages of n elements.
 
-    given     what a rank gives, by a name that `values_of` knows
-    expected  what it must have afterwards
-    in_place  a call overwrites what it is given, unless other memory is requested
-    passes    how often (p-1)/p of the bytes pass a rank's link; 0: all of them do, once
-    trips     messages that one call takes one after the other, of which one is shown
-    least     calls that make a round at least
+    given     a rank's input, by a name that `values_of` knows
+    expected  its result afterwards
+    in_place  a call overwrites its input, unless other memory is requested
+    passes    how often (p-1)/p of the bytes pass a rank's link; 0: all of them pass, once
+    trips     messages that one call sends one after the other, of which one is shown
+    least     smallest number of calls in a round
     """
 
     name: str
@@ -94,11 +94,11 @@ class BenchOperation:
     least: int = 1
 
     def bus(self, size: int) -> float:
-        """The factor of the bus bandwidth."""
+        """Return the factor of the bus bandwidth."""
         return self.passes * (size - 1) / size if self.passes else 1.0
 
     def fitting(self, size: int, count: int) -> int:
-        """The number of float32 elements, for `count` bytes: at least, and to be cut into p."""
+        """Return the number of float32 elements for `count` bytes or more that p divides."""
         if not self.moves:
             return 0
         unit = size if self.sliced else 1
@@ -106,17 +106,17 @@ class BenchOperation:
 
     @property
     def moves(self) -> bool:
-        """Whether there are messages, of some size."""
+        """Return whether it has messages, of some size."""
         return self.given != "nothing"
 
     @property
     def sliced(self) -> bool:
-        """Whether messages are cut into one part for each rank."""
+        """Return whether messages are cut into one part for each rank."""
         return "part" in self.given + self.expected
 
     @property
     def training(self) -> bool:
-        """Whether it is a training step, to be compared with the same step alone."""
+        """Return whether it is a training step, to be compared with the same step alone."""
         return self.name in TASKS
 
 
@@ -148,7 +148,7 @@ EXPANDED: Mapping[str, tuple[str, ...]] = MappingProxyType({"p2p": ("ping_pong",
 
 
 def longest_stretch(operation: BenchOperation, size: int, *, in_place: bool) -> int:
-    """How many calls may follow each other until the result has to be looked at.
+    """Return how many calls may follow each other before a check of the result.
 
     An all_reduce in place multiplies its own result by p in each call, and float32 has to hold it
     to the last bit: a power of two times a small number, or a whole number below 2^24.
@@ -164,7 +164,7 @@ def longest_stretch(operation: BenchOperation, size: int, *, in_place: bool) -> 
 
 
 # ------------------------------------------------------------------------------
-# Filling memory with what ranks give, and comparing results with what is expected.
+# Filling memory with ranks' inputs, and comparing results with the expected ones.
 
 POISON = -1.0
 """What memory holds before a call has to overwrite it: no result is negative."""
@@ -173,7 +173,7 @@ _BLOCK = PERIOD << 13  # elements: they stay in a core's cache
 
 
 def fill(tensor: Tensor, values: Values) -> None:
-    """Write them one after the other; nothing given is POISON everywhere."""
+    """Write values one after the other; an input of None is POISON everywhere."""
     if not values:
         tensor.fill_(POISON)
     for part, block in _blocks(tensor, values, 1.0):
@@ -181,7 +181,7 @@ def fill(tensor: Tensor, values: Values) -> None:
 
 
 def count_wrong(tensor: Tensor, values: Values, factor: float = 1.0) -> int:
-    """How many elements are not `factor` times these values, bit for bit."""
+    """Return the number of elements that are not `factor` times these values, bit for bit."""
     wrong = 0
     for part, block in _blocks(tensor, values, factor):
         if not torch.equal(part, block):
@@ -190,7 +190,7 @@ def count_wrong(tensor: Tensor, values: Values, factor: float = 1.0) -> int:
 
 
 def _blocks(tensor: Tensor, values: Values, factor: float) -> Iterator[tuple[Tensor, Tensor]]:
-    """The parts of the tensor, and what belongs there."""
+    """Yield the parts of the tensor, and the values that belong there."""
     begin = 0
     for first, length, scale, shift in values:
         numbers = torch.arange(min(length, _BLOCK), device=tensor.device)
@@ -203,7 +203,7 @@ def _blocks(tensor: Tensor, values: Values, factor: float) -> Iterator[tuple[Ten
 
 
 # ------------------------------------------------------------------------------
-# Where the tensors of a message lie, and a call on them.
+# The memory of a message's tensors, and a call on them.
 
 MEMORY_KINDS = ("ordinary", "registered", "fresh", "into")
 """`ordinary` and `registered` (what the backend's `empty` gives, instead of torch's) are in place,
@@ -212,7 +212,7 @@ time; with `into` it goes into memory of its own, given with `into=`."""
 
 
 def kinds_for(operation: BenchOperation, requested: Sequence[str]) -> list[str]:
-    """Which of the requested kinds of memory are different things for this operation."""
+    """Return the requested kinds of memory that differ for this operation."""
     if not operation.moves or operation.name == "copy":
         return ["ordinary"]
     is_message = operation.name in ("ping_pong", "stream")
@@ -228,18 +228,18 @@ class PreparedCall:
 
     Made by a peer:
 
-    operation    its row, with what is given and expected
+    operation    its row, with input and expected output
     n            elements of a whole message
-    source       what this rank gives; written before calls
-    out          what it gets; looked at after calls. The same memory in place
+    source       this rank's input; written before calls
+    out          its output; checked after calls. The same memory in place
     fresh        `call` returns the result in new memory, which is `out` until the next
     algorithm    requested by name, or "auto"
-    call         does it once. Blocks as the library's own call does
+    call         runs it once. Blocks as the library's own call does
     finish       waits until the last call has arrived, for calls that return before. Timed
-    load         takes over `source`, where the library wants it in memory of its own. Not timed
+    load         takes over `source`, if the library needs it in memory of its own. Not timed
     store        brings the result to `out`. Not timed
-    count_wrong  how many elements are wrong after so many calls, besides those of `out`. Not timed
-    is_checked   whether its results mean anything
+    count_wrong  counts wrong elements after so many calls, besides those of `out`. Not timed
+    is_checked   whether its results have a meaning
 
     Found by `time_rounds`:
 
@@ -268,12 +268,12 @@ class PreparedCall:
 
     @property
     def in_place(self) -> bool:
-        """Whether calls overwrite what they are given."""
+        """Return whether calls overwrite their input."""
         return self.source is self.out
 
 
 # ------------------------------------------------------------------------------
-# A training step that can be repeated: what it trains, on which samples, and how it is checked.
+# A training step that can be repeated: its model, its samples, and its check.
 #
 #            layers              samples of a rank   ours           torch's, over Gloo and Phalanx
 #     ddp    6 of 1024 x 1024    32                  phalanx.DDP    DistributedDataParallel
@@ -288,14 +288,14 @@ _TOLERANCE = 0.01
 
 
 class TrainingTask(NamedTuple):
-    """What is trained: `depth` layers of `width` x `width`, `batch` samples on each rank."""
+    """A training task: `depth` layers of `width` x `width`, `batch` samples on each rank."""
 
     width: int
     depth: int
     batch: int
 
     def make_model(self) -> nn.Module:
-        """The same on every rank."""
+        """Return the plain model, the same on every rank."""
         with torch.random.fork_rng():
             torch.manual_seed(0)
             layers: list[nn.Module] = []
@@ -304,7 +304,7 @@ class TrainingTask(NamedTuple):
             return nn.Sequential(*layers[:-1])
 
     def samples(self, ranks: range) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of these ranks, one after the other."""
+        """Return inputs and targets of these ranks, one after the other."""
         shape = (2, self.batch, self.width)
         batches = [
             torch.randn(shape, generator=torch.Generator().manual_seed(rank + 1)) for rank in ranks
@@ -314,12 +314,12 @@ class TrainingTask(NamedTuple):
 
     @property
     def layer_bytes(self) -> int:
-        """Of one layer's weight and bias."""
+        """Bytes of one layer's weight and bias."""
         return 4 * self.width * (self.width + 1)
 
     @property
     def model_bytes(self) -> int:
-        """Of all parameters, and of all gradients."""
+        """Bytes of all parameters, and of all gradients."""
         return self.depth * self.layer_bytes
 
     def __str__(self) -> str:
@@ -334,7 +334,7 @@ TASKS: Mapping[str, TrainingTask] = MappingProxyType(
 
 
 def task_of(operation: str, width: int) -> TrainingTask:
-    """The task, with layers of another width unless that is 0."""
+    """Return the task, with layers of another width unless that is 0."""
     task = TASKS[operation]
     return task._replace(width=width) if width else task
 
@@ -344,12 +344,12 @@ Tensors = dict[str, Tensor]
 
 
 class TrainedModel(NamedTuple):
-    """A model that trains on this rank, whoever trains it. Every rank calls the functions.
+    """A model that trains on this rank, with any library. Every rank calls the functions.
 
     model     is called with this rank's samples; the optimizer steps its parameters
     whole     returns the parameters
-    restore   makes the parameters what they were
-    average   what is left to do between the backward pass and the optimizer's step
+    restore   gives the parameters their former values
+    average   runs between the backward pass and the optimizer's step
     """
 
     model: nn.Module
@@ -359,7 +359,7 @@ class TrainedModel(NamedTuple):
 
 
 def replicated(model: nn.Module, plain: nn.Module | None = None) -> TrainedModel:
-    """A model that is whole on each rank: `plain`, inside one that averages gradients, or alone."""
+    """Return a model that is whole on each rank, inside a wrapper that averages, or alone."""
     plain = model if plain is None else plain
     return TrainedModel(model, plain.state_dict, plain.load_state_dict)
 
@@ -367,9 +367,9 @@ def replicated(model: nn.Module, plain: nn.Module | None = None) -> TrainedModel
 class TrainingStep:
     """Forward, backward, and the optimizer's step.
 
-    A stretch of steps begins with the same weights each time, and what the weights are after it is
-    compared with what one process gets that has the samples of all `ranks`, whose gradients count;
-    this one is `rank`. `wrap` makes of the plain model what trains it on this rank.
+    A stretch of steps begins with the same weights each time. The weights after it are compared
+    with those of one process with the samples of all `ranks`, whose gradients count; this one is
+    `rank`. `wrap` turns the plain model into one that is trained on this rank.
     """
 
     def __init__(
@@ -394,10 +394,10 @@ class TrainingStep:
             self._start = {name: value.clone() for name, value in self._trained.whole().items()}
 
     def count_wrong(self, calls: int) -> int:
-        """How many parameters are not what one process gets, but for rounding.
+        """Return the number of parameters that differ from one process's by more than rounding.
 
         A tensor is judged as a whole, first: a ReLU whose input is next to zero may be open here
-        and shut there, and then a few elements of a row differ, though nobody is wrong.
+        and shut there, and then a few elements of a row differ without an error.
         """
         start, after = self._in_one_process(0), self._in_one_process(calls)
         whole = self._trained.whole()

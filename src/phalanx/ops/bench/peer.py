@@ -1,4 +1,4 @@
-"""What is measured, as one rank sees it: the interface that all libraries have here."""
+"""The benchmark's interface of a library, as one rank sees it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ Binder = Callable[[PreparedCall], Call]
 
 @dataclass(frozen=True)
 class RankContext:
-    """One rank of a benchmark: what peers are made from, and what the ranks tell each other.
+    """One rank of a benchmark: the parts to make peers from, and the ranks' exchanges.
 
-    backend   over TCP, idle while anything is timed: for all that ranks say between rounds
+    backend   over TCP, idle while anything is timed: for the ranks' exchanges between rounds
     master    a name of rank 0's host
     timeout   seconds that a rank waits for another
-    width     of the layers of what is trained; 0: the operation's own
+    width     of the layers of a trained model; 0: the operation's own
     buffers   (use, elements, device) -> torch's memory, which all peers use, one after the other
     """
 
@@ -46,19 +46,20 @@ class RankContext:
     buffers: dict[tuple[str, int, str], Tensor] = field(default_factory=dict)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank. Within an `attempt` that has failed elsewhere, raises:
-        who has failed comes to no `gather`."""
+        """Return every rank's value, on every rank. Within an `attempt` that has failed elsewhere,
+        raise: the failed rank calls no `gather`.
+        """
         values, problem = self._exchange(value)
         if problem:
             raise _AttemptFailedError(problem)
         return values
 
     def problem(self, here: str) -> str:
-        """The first rank's problem, on every rank; empty where no rank has one."""
+        """Return the first rank's problem, on every rank; empty if no rank has one."""
         return self._exchange(None, here)[1]
 
     def attempt(self, action: Callable[[], T]) -> tuple[T | None, str]:
-        """Do it on every rank: its result here, and the first rank's problem, as for `problem`."""
+        """Run it on every rank; return its result here, and the first rank's `problem`."""
         result, here = None, ""
         try:
             result = action()
@@ -69,7 +70,7 @@ class RankContext:
         return result, self.problem(here)
 
     def _exchange(self, value: Any, here: str = "") -> tuple[list[Any], str]:
-        """Every rank's value, and the first rank's problem."""
+        """Return every rank's value, and the first rank's problem."""
         values, texts = zip(*ours.all_gather_object((value, here), self.backend), strict=True)
         if len(set(texts)) == 1:
             return list(values), here
@@ -78,14 +79,14 @@ class RankContext:
 
 
 class _AttemptFailedError(Exception):
-    """What was attempted has failed on another rank, and every rank knows it."""
+    """An attempt that has failed on another rank, as every rank knows."""
 
 
 class Peer:
-    """What a row of the table of peers makes, on every rank at the same time.
+    """A library under test, made by a row of the table of peers, on every rank at one time.
 
-    does        what it can do: an operation's name -> what makes a call of it
-    beside      what it does beside an operation, if not the same: it shows what the machine can do
+    does        its operations: name -> function that makes a call of it
+    beside      its operation beside another one, if not the same: it shows the machine's limit
     memories    the kinds of memory that it can be given; without "ordinary", it uses these always
     device      of the messages' memory
     """
@@ -101,23 +102,23 @@ class Peer:
         self._buffers = context.buffers
 
     def algorithms(self, operation: BenchOperation) -> tuple[str, ...]:
-        """The algorithms that can be requested by name: the same on every rank."""
+        """Return the algorithms that can be requested by name: the same on every rank."""
         return ("auto",)
 
     def empty(self, elements: int) -> Tensor:
-        """Memory of its own, where it has such."""
+        """Return memory of the library's own kind, if it has such."""
         return torch.empty(elements)
 
     def finish(self) -> None:
-        """Wait until the last call has arrived, where calls return before."""
+        """Wait until the last call has arrived, if calls return before."""
 
     def close(self) -> None:
-        """Leave the library as it was found, as far as it can be."""
+        """Leave the library in its former state, as far as possible."""
 
     def prepare(
         self, operation: BenchOperation, count: int, kind: str = "ordinary", algorithm: str = "auto"
     ) -> PreparedCall:
-        """A call on messages of `count` bytes in this kind of memory."""
+        """Return a call on messages of `count` bytes in this kind of memory."""
         bind = self.does[operation.name]
         if operation.name in self.beside:
             operation = OPERATIONS[self.beside[operation.name]]
@@ -145,7 +146,7 @@ class Peer:
     def step(
         self, call: PreparedCall, wrap: Callable[[nn.Module], TrainedModel], *, alone: bool = False
     ) -> Call:
-        """The training step of one rank of those that train together, or of one by itself."""
+        """Return the training step of one rank, which trains with the others or by itself."""
         task = task_of(call.operation.name, self.width)
         ranks = range(self.rank, self.rank + 1) if alone else range(self.size)
         step = TrainingStep(task, wrap, rank=self.rank, ranks=ranks)
@@ -158,10 +159,11 @@ class Peer:
         send: Callable[[Tensor, int], object],
         recv: Callable[[Tensor, int], object],
     ) -> Call:
-        """Messages between this rank and its neighbour, with these functions of (tensor, peer).
+        """Return the messages between this rank and its neighbour, with these functions of (tensor,
+        peer).
 
-        `ping_pong` goes there and back in one call. In a `stream` the even rank sends, and when
-        the other has everything it says so.
+        `ping_pong` goes there and back in one call. In a `stream` the even rank sends, and the
+        other confirms when it has everything.
         """
         data, peer, finish = call.source, self.rank ^ 1, call.finish
         if peer >= self.size:  # the last of an odd number has nobody

@@ -1,9 +1,9 @@
-"""Who is measured: the libraries, and the table of them all.
+"""The measured libraries, and the table of them all.
 
     Phalanx              one of its own backends, by the names that `phalanx.init` knows
     TorchDistributed     torch.distributed over Gloo or Phalanx, with DDP and `fully_shard`
     FullyShard           `fully_shard` alone, with torch's option for a group's memory
-    Socket, Copy, Alone  what this machine can do by itself
+    Socket, Copy, Alone  the limits of this machine
 
 To add one, subclass `Peer`, and give it a row of `PEERS`. `benchmarks/other_libraries.py` adds
 some from outside.
@@ -53,7 +53,7 @@ from phalanx.wire.memory import tensor_bytes
 
 
 class Phalanx(Peer):
-    """A backend, which it closes, with all that the collectives can do on it."""
+    """A backend, which it closes, with all collectives that can be measured on it."""
 
     def __init__(self, backend: Backend, context: RankContext) -> None:
         super().__init__(context)
@@ -63,7 +63,7 @@ class Phalanx(Peer):
             self.memories |= {"registered"}  # elsewhere `empty` gives torch's own
 
         def fully_sharded(module: nn.Module) -> TrainedModel:
-            """A unit is a layer."""
+            """Shard the model with FSDP: a unit is a layer."""
             model = FSDP(module, backend, strategy=ShardingStrategy.FULL_SHARD, unit=nn.Linear)
             return TrainedModel(model, model.full_state_dict, model.load_state_dict)
 
@@ -78,7 +78,7 @@ class Phalanx(Peer):
         }
 
     def algorithms(self, operation: BenchOperation) -> tuple[str, ...]:
-        """`auto`, and those of the table of schedules that are different things here."""
+        """Return `auto`, and the names in the table of schedules that differ here."""
         several_hosts = len(set(self.backend.topology)) > 1
         rows = COLLECTIVES.get(operation.name, {})
         return ("auto", *(name for name, row in rows.items() if several_hosts or not row.placed))
@@ -89,11 +89,10 @@ class Phalanx(Peer):
         return once if call.in_place or call.fresh else partial(once, into=call.out)
 
     def empty(self, elements: int) -> Tensor:
-        """Memory that the backend sends without a copy."""
+        """Return memory that the backend sends without a copy."""
         return self.backend.empty(elements)
 
     def close(self) -> None:
-        """Leave the group."""
         self.backend.close()
 
 
@@ -102,13 +101,13 @@ class Phalanx(Peer):
 
 
 def lacks_gloo() -> str:
-    """Why there is no Gloo; empty if there is."""
+    """Return why there is no Gloo; empty if there is."""
     here = dist.is_available() and dist.is_gloo_available()
     return "" if here else "this build of torch has no Gloo"
 
 
 def lacks_stock() -> str:
-    """Why torch cannot run on Phalanx; empty if it can."""
+    """Return why torch cannot run on Phalanx; empty if it can."""
     here = dist.is_available() and dist.is_backend_available("phalanx")
     return "" if here else "torch finds its backend `phalanx` where Phalanx is installed by pip"
 
@@ -116,7 +115,7 @@ def lacks_stock() -> str:
 class TorchDistributed(Peer):
     """torch's own collectives over "gloo" or "phalanx", and its training steps.
 
-    The first one makes torch's default group, which nobody else may have made.
+    The first one makes torch's default group, which must not exist before.
     """
 
     memories = frozenset({"ordinary", "fresh"})
@@ -193,7 +192,7 @@ class FullyShard(Peer):
 
 
 def _make_group(name: str, context: RankContext) -> Any:
-    """A process group of all ranks: torch's default group, if there is none yet."""
+    """Return a process group of all ranks: torch's default group, if there is none yet."""
     wait = timedelta(seconds=context.timeout)
     if dist.is_initialized():
         return dist.new_group(backend=name, timeout=wait)
@@ -213,7 +212,7 @@ def _leave_group(group: Any) -> None:
 def fully_sharded_by_torch(
     module: nn.Module, group: Any, *, group_memory: bool = False
 ) -> TrainedModel:
-    """Torch's `fully_shard`, as its documentation recommends: on each layer, then on the whole."""
+    """Apply torch's `fully_shard` as its documentation recommends: on each layer, then on all."""
     # Half a second, which only this measurement should wait for.
     from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415
     from torch.distributed.fsdp import FSDPModule, fully_shard  # noqa: PLC0415
@@ -240,8 +239,8 @@ def fully_sharded_by_torch(
 
 
 # ------------------------------------------------------------------------------
-# What this machine can do by itself: a plain socket between two processes, a memory copy, and a
-# training step without communication.
+# The limits of this machine: a plain socket between two processes, a memory copy, and a training
+# step without communication.
 
 _ANY_PORT = 9  # nothing is sent there
 
@@ -289,7 +288,6 @@ class Socket(Peer):
         self.does = dict.fromkeys(MOVING, partial(self.messages, send=send, recv=recv))
 
     def close(self) -> None:
-        """Hang up."""
         with suppress(OSError):
             self._socket.close()
 
@@ -317,7 +315,7 @@ class PeerRow(NamedTuple):
     """One peer.
 
     make        makes it, on every rank at the same time
-    lacks       says, without asking other ranks, why it cannot be here; empty: it may be
+    lacks       returns, without asking other ranks, why it cannot be here; empty: it may be
     ours        whether it is Phalanx
     script      the Python file that has the row in a mapping PEERS of its own; empty: this one
     """
@@ -339,7 +337,7 @@ def _phalanx(name: str) -> PeerRow:
 
 
 def lacks_mpirun() -> str:
-    """Why MPI cannot be here; empty if it may be: its ranks are those that mpirun starts."""
+    """Return why MPI cannot be here; empty if it may be: its ranks are those of mpirun."""
     started = "MPI starts its own ranks: mpirun -n 2 phalanx bench ..."
     return started if STORE_VARIABLE in os.environ else ""
 

@@ -1,8 +1,8 @@
-"""One rank of a benchmark: makes the peers, goes through operations and sizes, holds the clock.
+"""One rank of a benchmark: makes the peers, goes through operations and sizes, takes times.
 
-Every rank does the same, in the same order; what one of them cannot do, none does. As a program it
-is `python -m phalanx.ops.bench.rank FOLDER [SCRIPT]...`: FOLDER/request.json says what to
-measure, scripts bring further peers, and rank 0 writes what it finds to FOLDER/found.jsonl.
+Every rank does the same, in the same order; if one of them cannot, none does. As a program it is
+`python -m phalanx.ops.bench.rank FOLDER [SCRIPT]...`: FOLDER/request.json has the request, scripts
+bring further peers, and rank 0 writes its findings to FOLDER/found.jsonl.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Tell = Callable[[Message], None]
 
 
 def main(folder: Path, scripts: Sequence[str]) -> None:
-    """Be a rank, as a program of its own."""
+    """Run one rank, as a program of its own."""
     die_with_parent(os.getppid())
     request = msgspec.json.decode((folder / REQUEST).read_bytes(), type=learned(BenchRequest))
     peers = dict(PEERS)
@@ -72,14 +72,14 @@ def main(folder: Path, scripts: Sequence[str]) -> None:
 
 
 def run_rank(request: BenchRequest, peers: PeerTable, hear: Tell) -> None:
-    """This rank's part; `hear` is called on rank 0, with what is found as it is found."""
+    """Run this rank's part; call `hear` on rank 0 with each finding."""
     torch.set_num_threads(request.threads)
     world = read_environment(os.environ)
     os.environ.setdefault(LOG_VARIABLE, "warning")  # the report is all that is to be seen
     with init("tcp", timeout=request.timeout) as backend:
         tell: Tell = hear if backend.rank == 0 else lambda message: None
         master = world.master_addr if world is not None else ""
-        # Half: who waits for a peer is waited for, too.
+        # Half: other ranks wait for one that waits for a peer.
         context = RankContext(backend, master, request.timeout / 2, request.width)
         local_rank = world.local_rank if world is not None else backend.rank
         with (
@@ -101,7 +101,7 @@ while os.getppid() == parent:
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """So many processes that compute all the time; they end with this one."""
+    """Run `count` processes that compute all the time; they end with this one."""
     command = [sys.executable, "-I", "-S", "-c", _BUSY]
     processes = [subprocess.Popen(command, stdin=subprocess.DEVNULL) for _ in range(count)]
     try:
@@ -116,7 +116,7 @@ def busy_processes(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
 def _make_peers(
     request: BenchRequest, peers: PeerTable, context: RankContext, tell: Tell
 ) -> Iterator[dict[str, Peer]]:
-    """All that were requested and can be made on every rank."""
+    """Make all requested peers that can be made on every rank."""
     made: dict[str, Peer] = {}
     ranks = context.backend.world_size
     try:
@@ -139,7 +139,7 @@ def _make_peers(
         yield made
     finally:
         for peer in made.values():
-            with suppress(Exception):  # what was measured counts
+            with suppress(Exception):  # earlier measurements count
                 peer.close()
 
 
@@ -150,7 +150,7 @@ def _sweep(
     context: RankContext,
     tell: Tell,
 ) -> None:
-    """Time and check everybody on one operation, through the sizes."""
+    """Time and check all peers on one operation, through the sizes."""
     ranks = context.backend.world_size
 
     def leave_out(peer: str, reason: str) -> None:
@@ -201,14 +201,14 @@ def _entries(
     peers: Mapping[str, Peer],
     leave_out: Callable[[str, str], None],
 ) -> Iterator[Entry]:
-    """Who takes part, in what memory, with which algorithms."""
+    """Yield the participants: peers, their memory, and their algorithms."""
     for name, peer in peers.items():
         if operation.name not in peer.does:
             if name not in MACHINE:
                 leave_out(name, "it has no such operation")
             continue
         kinds = [k for k in kinds_for(operation, request.memories) if k in peer.memories]
-        if name in MACHINE or "ordinary" not in peer.memories:  # whatever was requested
+        if name in MACHINE or "ordinary" not in peer.memories:  # for any request
             kinds = list(peer.memories)
         elif not kinds:
             requested = ", ".join(request.memories)
@@ -252,8 +252,8 @@ def time_rounds(
 ) -> dict[str, str]:
     """Time all of the calls; every rank calls this with the same ones.
 
-    A round should take so many `seconds` where calls are short; `say` is told what is being done.
-    Returns, for those that could not do it, the reason.
+    A round should take `seconds` if calls are short; `say` gets the progress in words. Returns the
+    reason for those that could not do it.
     """
     failures: dict[str, str] = {}
     order: list[PreparedCall] = []
@@ -282,7 +282,7 @@ def time_rounds(
 
 
 def _warm_up(call: PreparedCall, context: RankContext, seconds: float, least: int) -> str:
-    """Find out how many calls make a round; return why it cannot be done, or nothing."""
+    """Find the number of calls in a round; return why it cannot be done, or nothing."""
     calls, passes = 1, 0
     while True:
         context.backend.barrier()
@@ -303,7 +303,7 @@ def _warm_up(call: PreparedCall, context: RankContext, seconds: float, least: in
 def _run(
     call: PreparedCall, calls: int, context: RankContext, *, each: bool = False
 ) -> list[float]:
-    """The seconds of as many calls: of each, or of stretches. Counts what comes out wrong."""
+    """Return the seconds of as many calls: of each, or of stretches. Count wrong results."""
     operation, seconds = call.operation, list[float]()
     rank, size = context.backend.rank, context.backend.world_size
     expected = values_of(operation.expected, rank, size, call.n)
@@ -339,7 +339,7 @@ def _time(call: PreparedCall, calls: int, *, each: bool) -> list[float]:
             began = ended
     finish()
     seconds.append(perf_counter() - began)
-    if each:  # what the last call left to be done
+    if each:  # the rest of the last call
         seconds[-2:] = [sum(seconds[-2:])]
     if call.fresh and isinstance(result, Tensor):
         call.out = result

@@ -33,7 +33,7 @@ _BUSY = 0.25
 
 @dataclass
 class BenchReport:
-    """What was requested, of which peers, on what machine, and what was found."""
+    """A benchmark's request, its peers, the machine, and the findings."""
 
     request: BenchRequest
     ranks: list[int]
@@ -44,7 +44,7 @@ class BenchReport:
     backends: list[BackendInfo] = field(default_factory=list)
 
     def add(self, message: Message) -> None:
-        """Keep it, unless it is mere progress."""
+        """Keep a finding, unless it is mere progress."""
         if isinstance(message, ResultLine):
             self.lines.append(message)
         elif isinstance(message, LeftOut):
@@ -54,11 +54,11 @@ class BenchReport:
 
     @property
     def wrong(self) -> list[ResultLine]:
-        """The lines with wrong results."""
+        """Return the lines with wrong results."""
         return [line for line in self.lines if line.wrong]
 
     def beside(self, line: ResultLine, peer: str) -> ResultLine | None:
-        """The same as measured with `peer`: with the same kind of memory, or else its own."""
+        """Return the same, measured with `peer`: in the same kind of memory, or else its own."""
         wanted = line.operation, line.ranks, line.bytes
         there = {
             other.entry: other
@@ -77,7 +77,7 @@ def _indented(value: object) -> bytes:
 
 
 def as_json(report: BenchReport) -> bytes:
-    """What was requested, the machine, and for each line its figures and all rounds."""
+    """Return the request, the machine, and for each line its figures and all rounds."""
     left_out = [msgspec.structs.asdict(left) for left in report.left_out]
     return _indented(
         {
@@ -105,7 +105,7 @@ def _figures(report: BenchReport, line: ResultLine) -> dict[str, Any]:
         "lowest_us": min(line.seconds) * 1e6,
         "highest_us": max(line.seconds) * 1e6,
         "algorithm_GBps": bandwidth,
-        "bus_GBps": bandwidth * line.bus,  # comparable with what one link can carry
+        "bus_GBps": bandwidth * line.bus,  # comparable with the limit of one link
         f"of_{_ALONE}": line.times(alone) if alone else None,
         f"times_{report.request.baseline}": base.times(line) if base else None,
         "wrong": line.wrong,
@@ -118,7 +118,7 @@ def _figures(report: BenchReport, line: ResultLine) -> dict[str, Any]:
 
 
 def tables(report: BenchReport) -> Iterator[Table]:
-    """A table for each operation and number of ranks."""
+    """Yield a table for each operation and number of ranks."""
     by_operation = itertools.groupby(report.lines, key=lambda line: (line.operation, line.ranks))
     for (operation, ranks), lines in by_operation:
         yield _table(report, operation, ranks, list(lines))
@@ -182,7 +182,7 @@ def _us(us: float) -> str:
 
 
 def notes(report: BenchReport) -> Iterator[str]:
-    """What has to be said besides: who was left out, what is wrong, whether `auto` is right."""
+    """Yield notes: on peers left out, wrong results, and whether `auto` is right."""
     reasons: dict[tuple[str, str], list[LeftOut]] = {}
     for left in report.left_out:
         reasons.setdefault((left.peer, left.reason), []).append(left)
@@ -215,7 +215,7 @@ def _join(things: Iterable[object]) -> str:
 
 
 def _notes_on_auto(lines: list[ResultLine]) -> Iterator[str]:
-    """How far `auto` is from the best algorithm requested by name, where both were measured."""
+    """Note the distance of `auto` from the best named algorithm, if both were measured."""
     for (operation, ranks, entry), by_size in sorted(_medians(lines).items()):
         ratios: list[tuple[float, int, str]] = []
         for size, by_name in sorted(by_size.items()):
@@ -232,7 +232,7 @@ def _notes_on_auto(lines: list[ResultLine]) -> Iterator[str]:
 
 
 def _medians(lines: list[ResultLine]) -> dict[tuple[str, int, str], dict[int, dict[str, float]]]:
-    """Operation, ranks, peer with its memory -> bytes -> algorithm -> seconds."""
+    """Return (operation, ranks, peer with its memory) -> bytes -> algorithm -> seconds."""
     medians: dict[tuple[str, int, str], dict[int, dict[str, float]]] = {}
     for line in lines:
         entry = str(Entry(line.entry.peer, line.entry.memory))
@@ -246,9 +246,9 @@ def _medians(lines: list[ResultLine]) -> dict[tuple[str, int, str], dict[int, di
 
 
 def as_tuning(report: BenchReport) -> bytes:
-    """A table for each backend, number of ranks and collective that was measured.
+    """Return a table for each backend, number of ranks and collective that was measured.
 
-    Of what was measured in ordinary memory, with algorithms requested by name.
+    From measurements in ordinary memory, with algorithms requested by name.
     """
     tables = []
     medians = _medians(report.lines)

@@ -1,4 +1,4 @@
-"""What is requested of a benchmark, and what its ranks answer: what passes between the processes.
+"""The request of a benchmark, and its ranks' answers: the messages between the processes.
 
 A request is made from the words of a command line, and checked before anything starts.
 """
@@ -20,7 +20,7 @@ _ALGORITHMS = ("auto", "all", "fixed", *(name for rows in COLLECTIVES.values() f
 
 
 class BenchRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure: what the options of `phalanx bench` (`cli/bench.py`) come to.
+    """A request, from the options of `phalanx bench` (`cli/bench.py`).
 
     operations  names of `OPERATIONS`
     backends    names of peers, each once
@@ -28,7 +28,7 @@ class BenchRequest(msgspec.Struct, frozen=True, kw_only=True):
     memories    names of `MEMORY_KINDS`, for peers that have them
     algorithms  by name, for peers that have any; "fixed" is each of them, "all" `auto`, too
     timeout     seconds that a rank waits for another
-    width       of the layers of what is trained; 0: each operation's own
+    width       of the layers of a trained model; 0: each operation's own
     beside      busy processes on each host, beside the ranks
     back_to_back  a round's figure is the median call of at least `MANY_CALLS`, not their mean
     """
@@ -62,7 +62,7 @@ class BenchRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def circumstances(self) -> str:
-        """What is unusual, for a title."""
+        """Return unusual circumstances, for a title."""
         busy = "" if self.beside == 1 else "es"
         beside = f", beside {self.beside} busy process{busy}" if self.beside else ""
         return beside + (", back to back" if self.back_to_back else "")
@@ -87,10 +87,10 @@ def make_request(
     tune: bool = False,
     peers: PeerTable = PEERS,
 ) -> BenchRequest:
-    """What the words mean. `MisuseError` for one that means nothing here, listing what there is.
+    """Return the request in the words. `MisuseError` for an unknown one, listing the known ones.
 
-    With `tune` it is what `auto` can pick by: every algorithm of Phalanx's own backends, of every
-    collective unless some are named. Options that make no sense then are overruled.
+    With `tune` it is the request of a tuning file: every algorithm of Phalanx's own backends, of
+    every collective unless some are named. Options that make no sense then are overruled.
     """
     if tune:
         operations = operations or list(COLLECTIVES)
@@ -123,7 +123,7 @@ def make_request(
 
 
 def parse_ranks(text: str) -> list[int]:
-    """`"2,4"` -> [2, 4]. `InvalidWorldSizeError` for what is no number of ranks above one."""
+    """Return `"2,4"` as [2, 4]. `InvalidWorldSizeError` for anything but numbers above one."""
     words = _words(text)
     for word in words:
         if not word.isdigit() or int(word) < 2:
@@ -156,10 +156,10 @@ _SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 
 
 def parse_sizes(text: str, factor: int = 8) -> list[int]:
-    """Bytes, ascending, each once: of a list whose parts are sizes or ranges.
+    """Return bytes, ascending, each once, from a list of sizes or ranges.
 
     A range `8..256M` holds its first size, `factor` times that, and so on, and its last.
-    `MisuseError` for what is neither, a range that falls, and a factor below 2.
+    `MisuseError` for a part that is neither, a range that falls, and a factor below 2.
     """
     if factor < 2:
         raise MisuseError(f"--factor {factor}: sizes of a range have to grow, by 2 or more")
@@ -185,7 +185,7 @@ def _parse_size(text: str) -> int:
 
 
 def show_size(size: int) -> str:
-    """65536 -> `"64K"`; what is no round number of units stays a number of bytes."""
+    """Return 65536 as `"64K"`; a number without whole units stays a number of bytes."""
     unit = 0
     while size and unit < len(_UNITS) and size % 1024 == 0:
         size, unit = size >> 10, unit + 1
@@ -193,11 +193,11 @@ def show_size(size: int) -> str:
 
 
 # ------------------------------------------------------------------------------
-# What ranks answer: `Message`s. A text says what is being done now.
+# The ranks' answers: `Message`s. A text is the progress in words.
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """What is timed: a peer, a kind of memory, and an algorithm if one was requested by name."""
+    """The subject of a timing: a peer, a kind of memory, and an algorithm if one was requested."""
 
     peer: str
     memory: str = "ordinary"
@@ -212,13 +212,13 @@ class Entry(msgspec.Struct, frozen=True):
 class ResultLine(msgspec.Struct, kw_only=True, tag="line"):
     """One entry's figures for one size of message.
 
-    bytes    of the larger of what a rank gives and gets; may be a little more than was requested
+    bytes    of a rank's input or output, the larger; may be a little more than was requested
     calls    in a round, one after the other
     seconds  of a call, in each round: the slowest rank's time, divided by the number of calls;
              back to back, its median call
     bus      the factor of the bus bandwidth
-    wrong    elements, on all ranks and in all rounds, that were not what they had to be; None: its
-             results mean nothing
+    wrong    number of wrong elements, on all ranks and in all rounds; None: its
+    results have no meaning
     """
 
     operation: str
@@ -232,21 +232,21 @@ class ResultLine(msgspec.Struct, kw_only=True, tag="line"):
 
     @property
     def median(self) -> float:
-        """The median round's seconds."""
+        """Seconds of a call in the median round."""
         return statistics.median(self.seconds)
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """Between these lies half of the rounds."""
+        """Bounds between which half of the rounds lie."""
         seconds = self.seconds if len(self.seconds) > 1 else 2 * self.seconds
         low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
         return low, high
 
     def times(self, other: ResultLine) -> float:
-        """How many times as long as the other's a call took: medians, one over the other.
+        """Return the ratio of a call's time to the other's: medians, one over the other.
 
         Rounds of training steps are few and long: each is compared with the other's of the same
-        round, when the machine had as much else to do, and the median of these ratios counts.
+        round, under the same load of the machine, and the median of these ratios counts.
         """
         if OPERATIONS[self.operation].training:
             pairs = zip(self.seconds, other.seconds, strict=True)
@@ -258,7 +258,7 @@ class ResultLine(msgspec.Struct, kw_only=True, tag="line"):
 
 
 class LeftOut(msgspec.Struct, tag="left out", frozen=True):
-    """A peer that was requested and is not measured; `operation` "": not in any operation."""
+    """A requested peer that is not measured; `operation` "": not in any operation."""
 
     peer: str
     ranks: int
@@ -267,7 +267,7 @@ class LeftOut(msgspec.Struct, tag="left out", frozen=True):
 
 
 class BackendInfo(msgspec.Struct, tag="backend", frozen=True):
-    """One of Phalanx's own backends takes part: which class it is, and each rank's host."""
+    """The class of a participating backend of Phalanx's own, and each rank's host."""
 
     peer: str
     backend: str

@@ -1,4 +1,4 @@
-"""A whole benchmark: on ranks that are started here, or as one rank of a launcher's job.
+"""A whole benchmark: on ranks started here, or as one rank of a launcher's job.
 
 All peers meet in the same processes, so there is one way to start them: a fresh process a rank,
 with the usual variables in its environment.
@@ -40,17 +40,17 @@ from phalanx.wire.control import learned
 def new_report(
     request: BenchRequest, ranks: Sequence[int], peers: PeerTable = PEERS
 ) -> BenchReport:
-    """A report without figures. Under a launcher the number of ranks is the launcher's."""
+    """Return a report without figures. Under a launcher the number of ranks is the launcher's."""
     world = read_environment(os.environ)
     sizes = list(ranks) if world is None else [world.world_size]
     return BenchReport(request, sizes, describe_machine(), peers)
 
 
 def run_bench(report: BenchReport, show: Callable[[str], None]) -> bool:
-    """Measure what the report asks; it fills up, and `show` is told what is being done.
+    """Run the report's request, and fill the report; `show` gets the progress in words.
 
-    Under a launcher this process is one of its ranks. Returns whether the report is this
-    process's: on every rank but 0 it stays empty. Raises what `run_ranks` does.
+    Under a launcher this process is one of its ranks. Returns whether the report is this process's:
+    on every rank but 0 it stays empty. Raises as `run_ranks` does.
     """
 
     def hear(message: Message) -> None:
@@ -87,10 +87,10 @@ _EXECUTE = (
 
 
 def run_ranks(request: BenchRequest, ranks: int, peers: PeerTable = PEERS) -> Iterator[Message]:
-    """Run `request` on so many ranks of this host; yields what rank 0 says, as it says it.
+    """Run `request` on `ranks` ranks of this host; yield rank 0's messages as they come.
 
-    Whatever ends the iteration, the ranks end with it. Raises `PeerLostError` with the last lines
-    of its output when a rank fails, `DistributedError` when nothing has been heard for ten minutes.
+    The ranks end with the iteration. Raises `PeerLostError` with the last lines of its output if a
+    rank fails, `DistributedError` after ten minutes of silence.
     """
     if ranks < 2:
         raise InvalidWorldSizeError(f"{ranks} ranks: it takes two or more to exchange anything")
@@ -146,7 +146,7 @@ def _working_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _listen(folder: Path, supervisor: Supervisor, count: int) -> Iterator[Message]:
-    """What rank 0 writes, until all of so many processes have ended."""
+    """Yield rank 0's messages, until all `processes` have ended."""
 
     def last_lines(number: int) -> str:
         text = (folder / f"output-{number}").read_text(errors="replace")
@@ -168,7 +168,7 @@ def _listen(folder: Path, supervisor: Supervisor, count: int) -> Iterator[Messag
                     f"out the backend that was last at work. {last_lines(0)}"
                 )
             supervisor.wait(_POLL)
-    deadline = time.monotonic() + GRACE  # whoever lost a peer ends before the peer itself, perhaps
+    deadline = time.monotonic() + GRACE  # a rank that lost a peer may end before the peer itself
     while time.monotonic() < deadline and len(supervisor.exits()) < count:
         supervisor.wait(_POLL)
     codes = {ended.rank: ended.code for ended in supervisor.exits()}

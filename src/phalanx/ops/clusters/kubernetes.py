@@ -1,4 +1,4 @@
-"""Kubernetes: what a pod's environment says, and the manifest of a job.
+"""Kubernetes: a pod's environment, and the manifest of a job.
 
 A pod is a host: its command is `phalanx run`, which starts the pod's ranks. Three kinds of objects
 start one pod for each node:
@@ -8,13 +8,13 @@ start one pod for each node:
     jobset     JOB_COMPLETION_INDEX         NAME-node-0-0.NAME      all pods, by the JobSet
     trainjob   PET_*, JOB_COMPLETION_INDEX  (PET_MASTER_ADDR)       each container, in its pod
 
-What the pods of a job have in common:
+The pods of a job have in common:
 
     token         a Secret, as a file that PHALANX_TOKEN_FILE names
-    memory        that which ranks share has no name in the file system: it counts as the pod's
+    memory        shared memory of ranks has no name in the file system: it counts as the pod's
                   memory. Only torch's data loaders, and NCCL, need room in /dev/shm, which counts
                   as the pod's memory, too
-    checkpoints   on volumes that claims give
+    checkpoints   on volumes of claims
     exit code 75  "end, and start me again": a failure that is not counted, as is a pod that the
                   cluster has moved. Of a TrainJob, the runtime decides
 
@@ -68,7 +68,7 @@ class KubernetesJob:
     max_restarts: int | None = None
 
     def check(self) -> None:
-        """Raise `MisuseError` for what the cluster would refuse, or take for something else."""
+        """Raise `MisuseError` for options that the cluster would refuse, or misunderstand."""
         if self.kind not in KINDS:
             raise MisuseError(f"--kind {self.kind}: it is one of {', '.join(KINDS)}")
         if self.ranks < 1 or self.nodes < 1:
@@ -115,13 +115,13 @@ _UNITS: Mapping[str, int] = MappingProxyType(
 
 
 def name_of(target: str) -> str:
-    """Return what a job is called after its script: `my_package/Train_2.py` is `train-2`."""
+    """Return a job's name, made of its script's: `my_package/Train_2.py` is `train-2`."""
     stem = re.sub(r"\.py$", "", target.rstrip("/").rpartition("/")[2]).lower()
     return re.sub(r"[^a-z0-9]+", "-", stem).lstrip("-0123456789")[:40].rstrip("-") or "phalanx"
 
 
 def parse_quantity(text: str, option: str) -> int:
-    """Return the bytes that a quantity such as `512Mi` says; `MisuseError` if it is none."""
+    """Return the bytes of a quantity such as `512Mi`; `MisuseError` if it is none."""
     match = _QUANTITY.fullmatch(text)
     if match is None or not int(match[1]):
         raise MisuseError(
@@ -131,7 +131,7 @@ def parse_quantity(text: str, option: str) -> int:
 
 
 def _as_quantity(size: int) -> str:
-    """Return a number of bytes in the largest unit that shows all of it."""
+    """Return a number of bytes in the largest unit that loses none."""
     for unit in ("Ti", "Gi", "Mi", "Ki"):
         if size % _UNITS[unit] == 0:
             return f"{size // _UNITS[unit]}{unit}"
@@ -151,7 +151,7 @@ def _split_volume(volume: str) -> tuple[str, str]:
 def make_manifest(job: KubernetesJob, token: str) -> list[Object]:
     """Return the objects of `job`, whose ranks prove themselves with `token`.
 
-    Raises what `job.check()` says.
+    Raises as `job.check()` does.
     """
     job.check()
     secret = {
@@ -182,7 +182,7 @@ def _secret_name(job: KubernetesJob) -> str:
 
 
 def _command(job: KubernetesJob, *options: str) -> list[str]:
-    """Return what a pod runs. Kubernetes puts variables for $(NAME); $$ is a plain dollar sign."""
+    """Return a pod's command. Kubernetes replaces $(NAME) by a variable, $$ by a dollar sign."""
     module = ["-m"] if job.module else []
     grace = ["--grace", str(max(job.grace - _TO_END, 1))]
     words = ["phalanx", "run", *grace, *options, *module, job.target, *job.args]
@@ -190,7 +190,7 @@ def _command(job: KubernetesJob, *options: str) -> list[str]:
 
 
 def _container(job: KubernetesJob) -> Object:
-    """Return what the trainer of a TrainJob, and the container of other pods, have in common."""
+    """Return the common part of a TrainJob's trainer and of the container of other pods."""
     return {
         "image": job.image,
         "env": [{"name": "PHALANX_TOKEN_FILE", "value": f"{TOKEN_FOLDER}/token"}],
@@ -198,7 +198,7 @@ def _container(job: KubernetesJob) -> Object:
 
 
 def _resources(job: KubernetesJob) -> Object:
-    """Return the memory of a pod: that of its ranks, what they share included, and /dev/shm."""
+    """Return the memory of a pod: that of its ranks with their shared memory, and /dev/shm."""
     if not job.memory:
         return {}
     size = job.ranks * parse_quantity(job.memory, "--memory")
@@ -208,7 +208,7 @@ def _resources(job: KubernetesJob) -> Object:
 
 
 def _volumes(job: KubernetesJob) -> dict[str, tuple[str, Object]]:
-    """Return by its name where each volume is mounted, and what it is."""
+    """Return each volume's mount and its source, by its name."""
     secret = {"secretName": _secret_name(job), "defaultMode": 0o400}
     volumes: dict[str, tuple[str, Object]] = {"token": (TOKEN_FOLDER, {"secret": secret})}
     if job.shm:
@@ -221,7 +221,7 @@ def _volumes(job: KubernetesJob) -> dict[str, tuple[str, Object]]:
 
 
 def _pod(job: KubernetesJob) -> Object:
-    """Return what pods of all kinds have in common: all but the container's command."""
+    """Return the common part of pods of all kinds: all but the container's command."""
     mounts = [
         {"name": name, "mountPath": path} | ({"readOnly": True} if name == "token" else {})
         for name, (path, _) in _volumes(job).items()
@@ -240,7 +240,7 @@ def _pod(job: KubernetesJob) -> Object:
 def _indexed_job(job: KubernetesJob, subdomain: str, master: str, action: str) -> Object:
     """Return the spec of a Job with a pod for each node.
 
-    `action` is what becomes of it when a pod says "again", or the cluster has moved it: SIGTERM to
+    `action` is applied to a pod that ends with "again", or that the cluster has moved: SIGTERM to
     one of the pods ends all of them with `STOPPED`.
     """
     endpoint = str(Endpoint(master, PORT))

@@ -7,9 +7,9 @@
                                            training function, training function
                                            phalanx.init() <---> phalanx.init()
 
-The ranks meet through the store, torch's, as they do under `torchrun`; the token seals what they
-put there. Ray starts a fresh process for each worker, also after a failure, and when it changes
-their number: all of this is done anew then.
+The ranks meet through the store, torch's, as they do under `torchrun`; the token seals their
+entries. Ray starts a fresh process for each worker, also after a failure, and when it changes their
+number: all of this is done anew then.
 
 `TorchTrainer(torch_config=TorchConfig(backend="phalanx"))` needs nothing from here.
 """
@@ -37,23 +37,23 @@ except ImportError as error:
 
 
 class PhalanxConfig(BackendConfig):  # type: ignore[misc] # mypy is run without Ray
-    """What makes `phalanx.init()` work in the workers of Ray Train.
+    """The configuration that makes `phalanx.init()` work in the workers of Ray Train.
 
     DataParallelTrainer(fn, backend_config=PhalanxConfig(), scaling_config=ScalingConfig(...))
 
-    Each worker is a rank. Before the training function runs, each has in its environment what
-    `phalanx run` and `torchrun` set, and a token that is new for each start of the workers. Those
-    of one node share memory. `torch.distributed.init_process_group` finds its store, too.
+    Each worker is a rank. Before the training function runs, each has the environment of `phalanx
+    run` and `torchrun`, and a token that is new for each start of the workers. Those of one node
+    share memory. `torch.distributed.init_process_group` finds its store, too.
     """
 
     @property
     def backend_cls(self) -> type[PhalanxTrainBackend]:
-        """What Ray calls when the workers have been started."""
+        """Class that Ray calls when the workers have been started."""
         return PhalanxTrainBackend
 
 
 class PhalanxTrainBackend(TrainBackend):  # type: ignore[misc]
-    """Tells each worker which rank it is, and where the ranks meet."""
+    """Tells each worker its rank, and the address of the rendezvous."""
 
     # A rank of "auto" takes GPU number LOCAL_RANK of those that it sees: it sees its node's.
     share_cuda_visible_devices = True
@@ -79,7 +79,7 @@ class PhalanxTrainBackend(TrainBackend):  # type: ignore[misc]
 
 
 def places(nodes: Sequence[str]) -> list[Mapping[str, str]]:
-    """Return what says where each rank is: `nodes` are the ids of the ranks' nodes, in any order.
+    """Return the variables of each rank's place: `nodes` are the ranks' node ids, in any order.
 
     Ranks of one node need not follow one another: nodes a b a make local ranks 0 0 1.
     """
@@ -98,7 +98,7 @@ def places(nodes: Sequence[str]) -> list[Mapping[str, str]]:
 
 
 # ------------------------------------------------------------------------------
-# What runs in the workers.
+# The workers' part.
 
 
 def _node() -> str:
@@ -110,14 +110,14 @@ def _enter(variables: Mapping[str, str]) -> None:
 
 
 def _hold(*, one_node: bool) -> tuple[str, int]:
-    """Hold a store where the other workers reach it; return its host and port."""
+    """Hold a store that the other workers can reach; return its host and port."""
     host = "127.0.0.1" if one_node else str(ray.util.get_node_ip_address())
     return host, _store(host).port
 
 
 @cache
 def _store(host: str) -> Any:
-    """The store of this process, which holds it until it ends."""
+    """Return the store of this process, which holds it until it ends."""
     from phalanx.native.torch_formation import store_at  # noqa: PLC0415 -- torch comes with it
 
     listener = listen_for_store(host, 0)

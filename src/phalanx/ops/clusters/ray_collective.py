@@ -5,9 +5,9 @@
 
     every rank   puts its host and process into Ray's key-value store
     rank 0       listens; puts address and token
-    the others   connect; then all remove what they have put
+    the others   connect; then all remove their entries
 
-Groups of one name do not meet when they are of different jobs of Ray.
+Groups of one name do not meet if they are of different jobs of Ray.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ OPS: Mapping[Any, ReduceOp] = MappingProxyType(
 class PhalanxGroup(BaseGroup):  # type: ignore[misc] # mypy is run without Ray
     """One actor's membership of a group; Ray makes it, and calls its methods.
 
-    Ray gives each tensor in a list of one. Results are put into the tensors that are given. Errors
-    are those of `phalanx.errors`, and name the rank that is to blame.
+    Ray gives each tensor in a list of one. Results are put into these tensors. Errors are those of
+    `phalanx.errors`, and name the rank to blame.
     """
 
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
@@ -57,7 +57,7 @@ class PhalanxGroup(BaseGroup):  # type: ignore[misc] # mypy is run without Ray
         store = _KeyValueStore(group_name)
         try:
             self._on = meet(store, rank, world_size, MEETING, op="init_collective_group")
-            collectives.barrier(self._on)  # all have read what they need
+            collectives.barrier(self._on)  # all have read their entries
         finally:
             store.remove()
         collectives.barrier(self._on)  # a group of the same name finds nothing of this one
@@ -65,16 +65,15 @@ class PhalanxGroup(BaseGroup):  # type: ignore[misc] # mypy is run without Ray
 
     @classmethod
     def backend(cls) -> str:
-        """The name under which it is registered."""
+        """Return the name under which it is registered."""
         return "PHALANX"
 
     @classmethod
     def check_backend_availability(cls) -> bool:
-        """Whether it can be used: where it can be imported."""
+        """Return whether it can be used: wherever it can be imported."""
         return True
 
     def destroy_group(self) -> None:
-        """Leave the group."""
         self._on.close()
 
     def barrier(self, barrier_options: Any = types.BarrierOptions) -> None:
@@ -142,7 +141,7 @@ class PhalanxGroup(BaseGroup):  # type: ignore[misc] # mypy is run without Ray
 
 
 def _read(tensor: list[Any], on: Backend, op: str) -> Tensor:
-    """The tensor that Ray gives, or a NumPy array's memory as one; it is not written to."""
+    """Return Ray's tensor, or a NumPy array's memory as one; it is not written to."""
     (given,) = tensor
     if isinstance(given, Tensor):
         return given
@@ -156,7 +155,7 @@ def _read(tensor: list[Any], on: Backend, op: str) -> Tensor:
 
 
 def _written(tensor: list[Any], on: Backend, op: str) -> Tensor:
-    """The same, to be written to. `MisuseError` for an array that must not be."""
+    """Return the same, to be written to. `MisuseError` for an array that is read-only."""
     (given,) = tensor
     if isinstance(given, np.ndarray) and not given.flags.writeable:
         raise MisuseError(
@@ -185,9 +184,9 @@ def _check_alike(tensors: list[Tensor], one: Tensor, on: Backend, op: str) -> No
 
 
 class _KeyValueStore:
-    """Ray's key-value store, as far as a meeting needs a store of torch's.
+    """Ray's key-value store, with the methods of torch's that a rendezvous needs.
 
-    Each rank removes its keys when the meeting is over, so that each is the first there.
+    Each rank removes its keys after the rendezvous, so that each one is the first there.
     """
 
     def __init__(self, group_name: str) -> None:
@@ -196,7 +195,7 @@ class _KeyValueStore:
         self._own: set[str] = set()
 
     def add(self, key: str, more: int) -> int:
-        """How many meetings there have been."""
+        """Return the number of rendezvous so far."""
         return more
 
     def set(self, key: str, value: str) -> None:
@@ -210,6 +209,5 @@ class _KeyValueStore:
         return all(internal_kv._internal_kv_exists(f"{self._prefix}/{key}") for key in keys)
 
     def remove(self) -> None:
-        """Remove what this rank has put there."""
         for key in self._own:
             internal_kv._internal_kv_del(f"{self._prefix}/{key}")

@@ -3,9 +3,9 @@
     phalanx slurm --nodes 2 -n 2 --time 1:00:00 train.py --lr 3
 
     phalanx-train-1/        the job's folder, in the working folder, which the nodes share
-        job.sh              what sbatch is given
+        job.sh              the script for sbatch
         token               the job's token (0600)
-        job.log             what the script itself and Slurm have to say
+        job.log             the output of the script itself and of Slurm
         rank-0.log ...      the output of each rank, of all starts
 
 The ranks get SIGTERM before the time is over (--signal without "B:" goes to the job's steps, not to
@@ -33,7 +33,7 @@ from phalanx.launch.slurm import FIRST_PORT, PORTS, STEPS
 
 _WAIT = 300  # seconds
 
-# Minutes, minutes:seconds, hours:minutes:seconds, days-hours, ...: what sbatch understands.
+# Minutes, minutes:seconds, hours:minutes:seconds, days-hours, ...: the forms of sbatch.
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 
 
@@ -41,7 +41,7 @@ _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 class BatchJob:
     """A job of `run.nodes` nodes with `run.ranks` ranks on each.
 
-    time, partition   as sbatch understands them; "": the cluster's default
+    time, partition   as sbatch takes them; "": the cluster's default
     grace             seconds before the end of `time` at which the ranks get SIGTERM
     options           more options of sbatch, as "--account=physics"
     folder            the job's; None: a new one in the working folder
@@ -55,7 +55,7 @@ class BatchJob:
     folder: Path | None = None
 
     def check(self) -> None:
-        """Raise what is wrong: `InvalidWorldSizeError` or `MisuseError`."""
+        """Raise `InvalidWorldSizeError` or `MisuseError` for wrong options."""
         if self.run.nodes < 1:
             raise InvalidWorldSizeError(f"--nodes {self.run.nodes}: it takes at least one")
         replace(self.run, nodes=1).check()
@@ -81,9 +81,9 @@ class BatchJob:
         return self._script(self._place())
 
     def submit(self) -> tuple[str, Path]:
-        """Write the folder and give the script to sbatch; return what that said, and the folder.
+        """Write the folder and give the script to sbatch; return its output, and the folder.
 
-        `BackendUnavailableError` where sbatch is missing or refuses; the folder is gone then.
+        `BackendUnavailableError` if sbatch is missing or refuses; the folder is gone then.
         """
         if shutil.which("sbatch") is None:
             raise BackendUnavailableError(
@@ -104,7 +104,7 @@ class BatchJob:
         return ended.stdout.strip(), folder
 
     def _make_folder(self) -> Path:
-        """Make the job's folder, which nobody else has made, nor may look into."""
+        """Make the job's folder: a new one, which only this user may look into."""
         while True:
             place = self._place()
             try:

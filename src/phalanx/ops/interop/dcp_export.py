@@ -1,11 +1,11 @@
-"""A checkpoint as one of torch's own (DCP): what `dcp.save` would have written.
+"""A checkpoint as one of torch's own (DCP), as `dcp.save` would have written it.
 
     {"model": {name: tensor}, "optimizer": {"state": {name: {key: value}}, "param_groups": [...]},
      "step": step, "extra": value}
 
-`model` and `optimizer` are what `torch.distributed.checkpoint.state_dict.get_state_dict` gives, so
-that `dcp.load` and `set_state_dict` bring them back on any number of ranks, also into models that
-`fully_shard` has split. A tied tensor is there under each of its names, as torch wants it.
+`model` and `optimizer` are as `torch.distributed.checkpoint.state_dict.get_state_dict` returns
+them, so that `dcp.load` and `set_state_dict` load them on any number of ranks, also into models
+that `fully_shard` has split. A tied tensor is there under each of its names, as torch needs it.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def export_dcp(
 
     out          new, or empty; it is there whole afterwards, or not at all
     model_only   leave out optimizer and `extra`
-    begin        is told how many bytes of tensors there are, and what it gives how many are written
+    begin        called with the bytes of all tensors; its result is called with those written
 
     Torch's writer takes whole tensors, and holds those of a file until it is written: the largest
     one, or 64 MiB of smaller ones.
 
-    Raises `CheckpointDamagedError` for a file that is not as it was written, `CheckpointIOError`
-    without room, `CheckpointMismatchError` for an optimizer whose state belongs to shards,
-    `UnsupportedOperationError` for a part of a tensor-parallel model.
+    Raises `CheckpointDamagedError` for a file that has changed, `CheckpointIOError` without room,
+    `CheckpointMismatchError` for an optimizer with state of shards. `UnsupportedOperationError` for
+    a part of a tensor-parallel model.
     """
     if checkpoint.manifest.cuts:
         raise UnsupportedOperationError(
@@ -91,7 +91,7 @@ def export_dcp(
 
 
 def _first_of(error: BaseException) -> BaseException:
-    """The OSError that an error came from: torch.save, told of a full disk, says something else."""
+    """Return the OSError that caused an error: torch.save hides that a disk is full."""
     earlier: BaseException | None = error
     while earlier is not None and not isinstance(earlier, OSError):
         earlier = earlier.__cause__ or earlier.__context__
@@ -99,24 +99,24 @@ def _first_of(error: BaseException) -> BaseException:
 
 
 class _Tensors:
-    """Makes placeholders for tensors, and knows by their keys in the state dict which they are."""
+    """Makes placeholders for tensors, and finds these by their keys in the state dict."""
 
     def __init__(self, checkpoint: StoredCheckpoint) -> None:
         self._checkpoint = checkpoint
         self.records: dict[str, TensorRecord] = {}
 
     def placeholder(self, key: str, record: TensorRecord) -> Tensor:
-        """A tensor on the meta device, which has no elements."""
+        """Return a tensor on the meta device, which has no elements."""
         self.records[key] = record
         return torch.empty(record.shape, dtype=DTYPES[record.dtype], device="meta")
 
 
 class RegularFiles(FileSystem):
-    """What torch's readers and writers open: regular files, and new ones to write."""
+    """Opens files for torch's readers and writers: regular ones, and new ones to write."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Open one, to read ("rb") or to write."""
+        """Open a file, to read ("rb") or to write."""
         name = os.fspath(path)
         opened = files.reading(name, follow=True) if mode == "rb" else files.new_file(name)
         with opened as descriptor, open(descriptor, mode, closefd=False) as stream:
@@ -136,7 +136,7 @@ class _ShortFiles(FileSystemWriter):
             storage_data = dataclasses.replace(plan.storage_data, prefix=prefix)
             file = dataclasses.replace(plan, items=items, storage_data=storage_data)
             results += super().write_data(file, planner).value()
-            gc.collect(1)  # torch.save leaves what it has written in a circle of references
+            gc.collect(1)  # torch.save leaves the written values in a circle of references
         written: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         written.set_result(results)
         return written
@@ -157,7 +157,7 @@ def _batches(items: Iterable[WriteItem]) -> Iterator[list[WriteItem]]:
 
 
 class _ReadWhenWritten(DefaultSavePlanner):
-    """Reads a tensor when torch's writer comes to it; until then it is a placeholder."""
+    """Reads a tensor when torch's writer reaches it; until then it is a placeholder."""
 
     def __init__(
         self, checkpoint: StoredCheckpoint, records: Mapping[str, TensorRecord], advance: Advance
@@ -168,7 +168,7 @@ class _ReadWhenWritten(DefaultSavePlanner):
         self._advance = advance
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The tensor, from its file; or a value."""
+        """Return the tensor, from its file; or a value."""
         record = self._records.get(index.fqn)
         if record is None:
             return super().lookup_object(index)
@@ -231,7 +231,7 @@ def _optimizer_state(
 
 
 def _whole_value(name: str, key: str, record: StateRecord, checkpoint: StoredCheckpoint) -> Any:
-    """The value for a parameter, as JSON, which must not be one of several shards'."""
+    """Return a parameter's value, as JSON, which must not be one of several shards'."""
     if not record.own:
         return record.value
     whole = Slice.whole(checkpoint.manifest.model[name].shape)

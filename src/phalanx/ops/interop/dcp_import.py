@@ -1,10 +1,10 @@
 """A checkpoint of torch's (DCP) as one of Phalanx's, which `load_checkpoint` reads.
 
-What is in a DCP is said by its `.metadata`, a pickle: reading it runs whatever code its author has
-put there, so it is read only if the caller trusts it.
+The contents of a DCP are listed in its `.metadata`, a pickle: reading it runs any code that its
+author has put there, so it is read only if the caller trusts it.
 
     model        an entry for each tensor, "model.<name>" or "app.model.<name>"; or at the top
-    optimizer    what `get_optimizer_state_dict` gives, nested or flattened, under "optimizer",
+    optimizer    the result of `get_optimizer_state_dict`, nested or flattened, under "optimizer",
                  "optim", or these under "app"
     step         an int, if there is one
     the rest     becomes `extra`
@@ -69,7 +69,7 @@ _TIMEOUT = 300.0  # seconds to wait for a save in the folder
 
 
 class Imported(NamedTuple):
-    """What was written: the new checkpoint's folder, its step, and what one should know."""
+    """The result of an import: the new checkpoint's folder, its step, notes for the user."""
 
     path: str
     step: int
@@ -91,14 +91,14 @@ def import_dcp(
     """Write a new checkpoint into `folder`, from torch's in `source`.
 
     trust_pickle      without it nothing is read: `MisuseError`
-    step              of the new checkpoint; by default what the entry "step" says
-    model, optimizer  under which keys they are, such as "app.model"; by default found
+    step              of the new checkpoint; by default that of the entry "step"
+    model, optimizer  their keys, such as "app.model"; by default found
     optimizer_class   such as "AdamW"; by default recognized by its options
-    begin             is told how many bytes there are, and what it gives how many are written
+    begin             called with the bytes of all; its result is called with those written
 
-    The new checkpoint is committed as `save_checkpoint` does it: it is there whole, or not at all.
+    The new checkpoint is committed as by `save_checkpoint`: it is there whole, or not at all.
     Raises `CheckpointNotFoundError`; `CheckpointDamagedError` for a file that cannot be read, or a
-    tensor of which a part is missing; `CheckpointMismatchError` naming what does not fit;
+    tensor of which a part is missing; `CheckpointMismatchError` naming the misfit;
     `CheckpointIOError` without room.
     """
     if step is not None and step < 0:
@@ -123,7 +123,7 @@ def import_dcp(
         return tensor_bytes(plain(read))
 
     new = new_checkpoint(folder, manifest, _TIMEOUT, keep=None)
-    try:  # closed before it is committed, it removes what there is
+    try:  # closed before it is committed, it removes its files
         name, _, _ = next(new)
         path = os.path.join(folder, name)
         files = [write_tensors(path, file, bytes_of) for file in planned]
@@ -135,7 +135,7 @@ def import_dcp(
 
 
 # ------------------------------------------------------------------------------
-# What is stored
+# Stored tensors and values
 
 
 class _Stored:
@@ -167,7 +167,7 @@ class _Stored:
         self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
 
     def placeholder(self, key: str, stored: TensorStorageMetadata) -> Tensor:
-        """A tensor on the meta device. Raises unless the stored chunks are all of it."""
+        """Return a tensor on the meta device. Raise unless the stored chunks are all of it."""
         dtype, size = stored.properties.dtype, tuple(stored.size)
         if str(dtype).removeprefix("torch.") not in DTYPES:
             raise CheckpointMismatchError(f"{key} is {dtype}, which a checkpoint cannot keep")
@@ -183,7 +183,7 @@ class _Stored:
         return torch.empty(size, dtype=dtype, device="meta")
 
     def tensor(self, key: str) -> Tensor:
-        """Read a tensor: it is held, and a chunk of it."""
+        """Read a tensor: hold it, and one chunk of it."""
         stored = self.metadata.state_dict_metadata[key]
         assert isinstance(stored, TensorStorageMetadata)
         into = {key: torch.empty(stored.size, dtype=stored.properties.dtype)}
@@ -191,7 +191,7 @@ class _Stored:
         return into[key]
 
     def value(self, key: str) -> Any:
-        """Read a value; raises for one that `torch.load` takes for code."""
+        """Read a value; raise for one that `torch.load` takes for code."""
         into = {key: None}
         self._read(key, into)
         return into[key]
@@ -210,10 +210,9 @@ class _Stored:
 
 
 class _Planner(DefaultLoadPlanner):
-    """Takes values without running what is in them."""
+    """Takes values without running code in them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Keep a value."""
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
@@ -222,7 +221,7 @@ def _said(error: Exception) -> str:
 
 
 class _Entries:
-    """The entries of a checkpoint, by what they are for; a path is an entry's place in the dict."""
+    """The entries of a checkpoint, by purpose; a path is an entry's place in the dict."""
 
     def __init__(self, stored: _Stored, model: str | None, optimizer: str | None) -> None:
         self.notes: list[str] = []
@@ -257,11 +256,11 @@ class _Entries:
             )
 
     def is_tensor(self, key: str) -> bool:
-        """Whether an entry is a tensor."""
+        """Return whether an entry is a tensor."""
         return isinstance(self._all[key], TensorStorageMetadata)
 
     def get(self, key: str) -> Any:
-        """A placeholder for a tensor, or a value."""
+        """Return a placeholder for a tensor, or a value."""
         stored = self._all[key]
         if not isinstance(stored, TensorStorageMetadata):
             return self._stored.value(key)
@@ -271,7 +270,7 @@ class _Entries:
         return placeholder
 
     def step(self) -> int:
-        """What the entry "step" says."""
+        """Return the number in the entry "step"."""
         key = self.rest.get(("step",))
         value = None
         if key is not None:
@@ -281,7 +280,7 @@ class _Entries:
         return value
 
     def extra(self) -> Any:
-        """What is neither model nor optimizer nor "step"; what cannot be kept gets a note."""
+        """Return the entries beside model, optimizer and "step"; note those that cannot be kept."""
         extra: dict[str, Any] = {}
         for path, key in self.rest.items():
             if path == ("step",):
@@ -296,7 +295,7 @@ class _Entries:
         return extra.get("extra") if extra.keys() <= {"extra"} else extra
 
     def fingerprint(self, name: str) -> str:
-        """A hash of a tensor of the model, or "" if all its elements are equal."""
+        """Return a hash of a tensor of the model, or "" if all its elements are equal."""
         tensor = plain(self._stored.tensor(self.model[name]))
         elements = tensor.view(-1).view(torch.uint8).view(tensor.numel(), -1)
         equal = bool((elements == elements[0]).all())
@@ -312,7 +311,7 @@ def _top(paths: Iterable[Path]) -> str:
 
 
 def _prefix(paths: Iterable[Path], asked: str | None, usual: tuple[Path, ...]) -> Path | None:
-    """The first of these that some path begins with."""
+    """Return the first of these with which some path begins."""
     candidates = usual if asked is None else (tuple(asked.split(".")),)
     longer = [path for path in paths if len(path) > 1]
     for prefix in candidates:
@@ -332,7 +331,7 @@ def _no_such(asked: str, stored: _Stored, paths: Iterable[Path]) -> MisuseError:
 def _describe(
     entries: _Entries, local: LocalTensors, optimizer_class: str | None
 ) -> RankDescription:
-    """What is written; placeholders are added to `local`."""
+    """Describe the new checkpoint; add placeholders to `local`."""
     groups, kept = _parse_optimizer(entries)
     trained = {name for names, _ in groups for name in names}
     aliases = _tied(entries, trained)
@@ -369,7 +368,7 @@ Groups = list[tuple[list[str], dict[str, Any]]]
 
 
 def _parse_optimizer(entries: _Entries) -> tuple[Groups, dict[str, dict[str, Any]]]:
-    """The optimizer's groups, and what it keeps for each parameter.
+    """Return the optimizer's groups, and its state for each parameter.
 
     nested      state.<name>.<key>   param_groups.<number>.<option>   param_groups.<number>.params
     flattened   state.<name>.<key>   param_groups.<name>.<option>
@@ -412,10 +411,10 @@ def _parse_optimizer(entries: _Entries) -> tuple[Groups, dict[str, dict[str, Any
 
 
 def _tied(entries: _Entries, trained: set[str]) -> dict[str, str]:
-    """Other names of tensors, with the one that is stored: torch stores one for each name.
+    """Return other names of tensors, with the stored one: torch stores one for each name.
 
-    Matrices are taken for one that are equal bit for bit, and not the same all over, unless the
-    optimizer has both.
+    Matrices count as one if they are equal bit for bit, and not constant, unless the optimizer has
+    both.
     """
     alike: dict[tuple[torch.dtype, torch.Size], list[str]] = defaultdict(list)
     for name, key in entries.model.items():
@@ -437,7 +436,7 @@ def _tied(entries: _Entries, trained: set[str]) -> dict[str, str]:
 
 
 def _class_of(options: Mapping[str, Any]) -> str:
-    """The optimizer of torch's that has these options."""
+    """Return the torch optimizer that has these options."""
     found = []
     for name in torch.optim.__all__:
         kind = getattr(torch.optim, name)

@@ -1,4 +1,4 @@
-"""A checkpoint as Hugging Face's libraries have it: safetensors files of whole tensors.
+"""A checkpoint in Hugging Face's format: safetensors files of whole tensors.
 
     out/
         model-00001-of-00002.safetensors    no larger than a shard, unless one tensor is
@@ -6,9 +6,9 @@
         model.safetensors.index.json        {"metadata": {"total_size": ...}, "weight_map": {...}}
         config.json, tokenizer.json, ...    copied from another folder
 
-What fits into one shard is `model.safetensors`, without an index. Names are those of the plain
-model. Tied tensors are there once, as `save_pretrained` writes them; their other names are in the
-metadata, as those of huggingface_hub's `save_torch_state_dict`.
+A model that fits into one shard is `model.safetensors`, without an index. Names are those of the
+plain model. Tied tensors are there once, as `save_pretrained` writes them; their other names are in
+the metadata, as those of huggingface_hub's `save_torch_state_dict`.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def export_hugging_face(
     parts        of a tensor-parallel model, the checkpoints of its other parts
     shard_size   the most bytes of tensors in one file; a larger tensor has a file of its own
     config       a config.json, or a folder with one, of which the tokenizer's files are copied, too
-    begin        is told how many bytes of tensors there are, and what it gives how many are written
+    begin        called with the bytes of all tensors; its result is called with those written
 
-    Holds 64 MiB and a block at a time, whatever the size of a tensor; of a tensor-parallel model,
-    one tensor. Raises `CheckpointMismatchError` unless all parts are there, and fit together;
-    `CheckpointDamagedError` for a file that is not as it was written, `CheckpointIOError` without
-    room, `UnsupportedOperationError` for a dtype that the format does not have, `MisuseError`.
+    Holds 64 MiB and a block at a time, for tensors of any size; of a tensor-parallel model, one
+    tensor. Raises `CheckpointMismatchError` unless all parts are there, and fit together;
+    `CheckpointDamagedError` for a file that has changed, `CheckpointIOError` without room,
+    `UnsupportedOperationError` for a dtype that the format does not have, `MisuseError`.
     """
     model = WholeModel([checkpoint, *parts])
     records, aliases = model.records, model.first.manifest.aliases
@@ -142,7 +142,7 @@ def _notes(model: WholeModel) -> list[str]:
 def _plan(
     records: Mapping[str, TensorRecord], aliases: Mapping[str, str], shard_size: int
 ) -> list[tuple[str, list[str], bytes]]:
-    """Each file's name, the names of its tensors in their order, and its header."""
+    """Return each file's name, the names of its tensors in their order, and its header."""
     shards = _split(records, shard_size)
     planned = []
     for number, names in enumerate(shards, start=1):
@@ -159,7 +159,7 @@ def _plan(
 
 
 def _split(records: Mapping[str, TensorRecord], shard_size: int) -> list[list[str]]:
-    """The names of each shard, in the order of layers: huggingface_hub's rule."""
+    """Return the names of each shard, in the order of layers: huggingface_hub's rule."""
     if shard_size < 1:
         raise MisuseError(f"a shard has 1 byte or more, not {shard_size}")
     shards: list[list[str]] = []
@@ -185,7 +185,7 @@ def _split(records: Mapping[str, TensorRecord], shard_size: int) -> list[list[st
 def _config_files(
     config: str | os.PathLike[str], records: Mapping[str, TensorRecord], notes: list[str]
 ) -> dict[str, bytes]:
-    """The files to copy, by name; `config.json` says the dtype that the tensors have."""
+    """Return the files to copy, by name; `config.json` has the dtype of the tensors."""
     given = Path(config)
     if given.is_dir():
         found = {path.name: path for path in sorted(given.iterdir()) if _is_to_copy(path)}
@@ -212,7 +212,7 @@ def _is_to_copy(path: Path) -> bool:
 def _with_dtype(
     path: Path, content: bytes, records: Mapping[str, TensorRecord], notes: list[str]
 ) -> bytes:
-    """The configuration with the tensors' dtype: `from_pretrained` turns them into what it says."""
+    """Return the configuration with the tensors' dtype, which `from_pretrained` converts to."""
     try:
         read: Any = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -230,7 +230,7 @@ def _with_dtype(
 
 
 def _dtype_of(records: Iterable[TensorRecord]) -> str | None:
-    """The floating dtype that most bytes have."""
+    """Return the floating dtype of most bytes."""
     sizes: Counter[str] = Counter()
     for record in records:
         if DTYPES[record.dtype].is_floating_point:
@@ -249,7 +249,7 @@ _UNITS: Mapping[str, int] = MappingProxyType(
 
 
 def parse_size(text: str) -> int:
-    """The bytes of a size such as 5GB, 500MB or 2GiB; `MisuseError` for anything else."""
+    """Return the bytes of a size such as 5GB, 500MB or 2GiB; `MisuseError` for anything else."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:

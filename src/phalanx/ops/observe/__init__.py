@@ -1,1 +1,1 @@
-"""How a job is doing, and a machine: watch, metrics, traces, the doctor."""
+"""The state of a job, and of a machine: watch, metrics, traces, the doctor."""

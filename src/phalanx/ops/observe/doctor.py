@@ -1,4 +1,4 @@
-"""`phalanx doctor`: what this machine has, and whether Phalanx works on it.
+"""`phalanx doctor`: describes this machine, and tests Phalanx on it.
 
 `CHECKS`, at the end of this file, is the table of all checks. To add one, write a function that
 returns a `Finding`, and give it a row.
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class Check(NamedTuple):
-    """One row of the table: the section it is shown in, its name, what it looks at, and how."""
+    """One row of the table: the section that shows it, its name, its subject, and its function."""
 
     section: str
     name: str
@@ -55,7 +55,7 @@ class Check(NamedTuple):
     find: Callable[[], Finding]
 
     def run(self) -> Finding:
-        """Return what the check finds; a check that raises has failed."""
+        """Return the check's finding; a check that raises has failed."""
         try:
             return self.find()
         except Exception as error:
@@ -83,7 +83,7 @@ with open(sys.argv[1], "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
 
 
 def find_shared_memory() -> Finding:
-    """Return whether a second process sees what this one writes to memory, as ranks share it."""
+    """Return whether a second process sees this one's writes to memory, as ranks share it."""
     if not hasattr(os, "memfd_create"):
         return info("there is no memory to share (memfd) here: ranks of one host talk over TCP")
     hint = "is memory full, or /proc hidden from processes? Ranks of one host can use tcp"
@@ -119,7 +119,7 @@ assert found.raw == b"hello", found.raw
 
 
 def find_cross_memory() -> Finding:
-    """Return whether a process that this one did not come from may read its memory."""
+    """Return whether a process that is no ancestor of this one may read its memory."""
     setting = cma_setting()
     if setting == "off":
         return info(f"not used ({CMA}=off): large tensors are copied into shared memory first")
@@ -146,13 +146,13 @@ def find_cross_memory() -> Finding:
 
 
 # ------------------------------------------------------------------------------
-# Backends: whether they work here, and how fast two ranks of this host are.
+# Backends: a test of each, and its speed with two ranks of this host.
 #
-# Each backend is tried as a user would: `spawn` starts two ranks, which meet, and what an
-# all_reduce gives them is checked.
+# Each backend is tried as a user would: `spawn` starts two ranks, which meet, and the result of an
+# all_reduce is checked.
 
 _SMALL, _LARGE = 2, 4 << 20  # float32 elements: 8 B, 16 MiB
-_CALL_TIMEOUT = 15.0  # seconds that a rank waits for the other, which then names who is missing
+_CALL_TIMEOUT = 15.0  # seconds that a rank waits for the other, then named as missing
 _BOUND = 30.0  # seconds that one backend may take in all
 _PROCESS_GROUPS = ("gloo", "nccl", "ucc", "mpi")
 
@@ -185,7 +185,7 @@ def try_backend(name: str, *, bound: float = _BOUND) -> Finding:
 
 
 def _two_ranks(backend: Backend) -> list[float]:
-    """One rank's part: median seconds of a barrier, and of a small and a large all_reduce."""
+    """Run one rank's part; return median seconds of a barrier, a small and a large all_reduce."""
     import torch  # noqa: PLC0415
 
     from phalanx.collectives import all_reduce_, barrier  # noqa: PLC0415
@@ -210,7 +210,7 @@ def _median(call: Callable[[], object], calls: int) -> float:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise `TimeoutError` in the body after so many seconds; only in a program's main thread."""
+    """Raise `TimeoutError` in the body after `seconds`; only in a program's main thread."""
 
     def stop(signum: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"it took more than {seconds:g} s")
@@ -229,7 +229,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 def find_auto() -> Finding:
-    """Return what "auto" is for ranks of this host, and why."""
+    """Return the meaning of "auto" for ranks of this host, and the reason."""
     why_not = why_not_nccl(0)
     if why_not:
         return info(f"shm on one host, hybrid on several, and not nccl: {why_not}")
@@ -244,7 +244,7 @@ def find_auto() -> Finding:
 
 
 def find_process_groups() -> Finding:
-    """Return which process groups this build of torch has."""
+    """Return the kinds of process groups in this build of torch."""
     import torch.distributed as dist  # noqa: PLC0415
 
     if not dist.is_available():
@@ -255,9 +255,9 @@ def find_process_groups() -> Finding:
 
 
 # ------------------------------------------------------------------------------
-# Engines and trainers: what others start ranks with, and train with.
+# Engines and trainers: other packages that start ranks, and train.
 #
-# Those that take seconds to import are told by what is installed.
+# Those that take seconds to import are found by their installed files.
 
 TORCH_WITH_BACKENDS = "2.9"  # of which `init_process_group("phalanx")` is a part
 _LOAD_MPI = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
@@ -265,9 +265,9 @@ _TOO_LONG = 20.0  # seconds for a program to answer in
 
 
 def find_client(package: str, extra: str, *, module: str = "") -> Finding:
-    """Return whether `package` is there as `extra` asks for it.
+    """Return whether `package` is there in the version that `extra` needs.
 
-    module  of a package that is imported in no time: what to import
+    module  to import, of a package that is imported quickly
     """
     has, hint = installed_version(package), f"pip install --upgrade 'phalanx[{extra}]'"
     if has is None:
@@ -293,7 +293,7 @@ def find_client(package: str, extra: str, *, module: str = "") -> Finding:
 
 
 def find_trainer(package: str) -> Finding:
-    """Return whether `package`, and what it asks torch for, can be here."""
+    """Return whether `package`, and the parts of torch that it needs, can be here."""
     finding, torch = find_client(package, package), installed_version("torch")
     if finding.status != "ok":
         return finding
@@ -310,7 +310,7 @@ def find_trainer(package: str) -> Finding:
 
 
 def find_lightning() -> Finding:
-    """Return whether Lightning is there, which asks mpi4py where no launcher has started it."""
+    """Return whether Lightning is there, which uses mpi4py if no launcher has started it."""
     finding = find_trainer("lightning")
     if finding.status != "ok" or installed_version("mpi4py") is None:
         return finding
@@ -340,7 +340,7 @@ def find_srun() -> Finding:
 
 
 def _ask(*command: str) -> tuple[int, str]:
-    """Return the exit code of a command, and the last line that it said."""
+    """Return the exit code of a command, and the last line of its output."""
     try:
         other = subprocess.run(
             command, capture_output=True, text=True, timeout=_TOO_LONG, check=False

@@ -4,8 +4,8 @@
 
 A stranger costs `LONGEST_REQUEST` bytes, `SECONDS`, and one of `CONNECTIONS` places at most.
 http.server takes any number of connections, for any time. A page of another site, in a browser,
-gets nothing: it can only send that site's name as `Host`, though it may say that the address of
-that name is this one (DNS rebinding).
+gets nothing: it can only send that site's name as `Host`, though the name may resolve to this
+address (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from phalanx.transport.tcp.loop import LONGEST_SLEEP, Reactor
 
 SECONDS = 5.0  # from a connection's begin to its end; each event that follows has as many
 CONNECTIONS = 16  # at a time; more are closed at once
-LONGEST_REQUEST = 8 << 10  # bytes; who sends more gets no answer
+LONGEST_REQUEST = 8 << 10  # bytes; a longer request gets no answer
 _REST = 1.0  # seconds without accepting, when it cannot
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[\w.-]+)(?::\d{1,5})?")
 
 
 class HttpRequest(NamedTuple):
-    """One request, whose body, if any, is not read. `path` is without what `?` begins."""
+    """One request, whose body, if any, is not read. `path` excludes the part from `?` on."""
 
     client: socket.socket
     headers: str  # of every answer
@@ -45,7 +45,7 @@ class HttpRequest(NamedTuple):
         kind: str = "text/plain; charset=utf-8",
         also: str = "",
     ) -> None:
-        """Send the answer; without its body to HEAD. None: the caller sends what follows.
+        """Send the answer; without its body to HEAD. None: the caller sends the body.
 
         `also` are more headers, each with its line's end. Raises OSError for a client that is slow,
         or gone.
@@ -63,13 +63,13 @@ class HttpServer(ABC):
     """Answers requests at a listener, which is its own from now on, until `close`.
 
     thread      the name of its threads
-    names       by which it may be called, in small letters
-    by_address  whether it may be called by any address, too
+    names       that callers may use for it, in small letters
+    by_address  whether callers may use any address, too
 
-    What a subclass needs has to be there before it calls this constructor.
+    A subclass sets its attributes before it calls this constructor.
     """
 
-    remedy: str  # what a caller is told who calls it otherwise
+    remedy: str  # the answer to a caller that uses another name
     headers = ""  # of every answer, each with its line's end
 
     def __init__(
@@ -97,7 +97,7 @@ class HttpServer(ABC):
         """Answer a request that calls this server by its name."""
 
     def close(self) -> None:
-        """Hang up on everybody. The port is free, and no thread left, when this returns."""
+        """Close all connections. The port is free, and no thread left, when this returns."""
         with self._lock:
             self._reactor.forget(self._listener)
             self._listener.close()
@@ -173,7 +173,7 @@ class HttpServer(ABC):
             request.reply("403 Forbidden", f"{self.remedy}\n")
 
     def _is_called(self, fields: Iterable[str]) -> bool:
-        """Return whether the one `Host` says who this is."""
+        """Return whether there is one `Host`, and it names this server."""
         pairs = [field.partition(":") for field in fields]
         hosts = [value.strip() for name, _, value in pairs if name.strip().lower() == "host"]
         found = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None

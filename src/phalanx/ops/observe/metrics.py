@@ -2,13 +2,13 @@
 
     PHALANX_METRICS=9400           rank 0 of each host serves http://127.0.0.1:9400/metrics, the
                                    next rank of the host the next port, and so on
-    PHALANX_METRICS=10.0.0.7:9400  there: whoever can connect can read them, but for pages of other
-                                   sites in a browser: what `Host` says has to be an address, or a
+    PHALANX_METRICS=10.0.0.7:9400  there: all that can connect can read them, but for pages of other
+sites in a browser: `Host` has to be an address, or a
                                    name of this host, or the one that stands here
     PHALANX_METRICS=otel           they go to the meter provider that the program has set up
 
-`METRICS` is the table of what is told. The text is our own, some 20 lines: prometheus_client would
-be one more package. A rank that cannot listen warns, and trains without.
+`METRICS` is the table of all metrics. Prometheus's text is written here, in some 20 lines, without
+the package prometheus_client. A rank that cannot listen warns, and trains without.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ OTEL = "otel"
 
 
 def check(environ: Mapping[str, str]) -> Endpoint | str | None:
-    """What `PHALANX_METRICS` says: where rank 0 of each host listens, `OTEL`, or None.
+    """Return the value of `PHALANX_METRICS`: the address of each host's rank 0, `OTEL`, or None.
 
-    Raises `MisuseError` for anything else, and where OpenTelemetry is missing.
+    Raises `MisuseError` for anything else, and if OpenTelemetry is missing.
     """
     text = environ.get(VARIABLE, "").strip()
     if not text:
@@ -67,10 +67,10 @@ def check(environ: Mapping[str, str]) -> Endpoint | str | None:
 
 
 def begin(backend: Backend, _: object = None, environ: Mapping[str, str] = os.environ) -> None:
-    """Count from now on, and serve the numbers as `PHALANX_METRICS` says, until the backend closes.
+    """Count from now on, and serve the numbers by `PHALANX_METRICS`, until the backend closes.
 
     Rank r of a host, by the order of ranks, listens r ports after the first. If it cannot, it warns
-    and goes on. Raises what `check` does.
+    and goes on. Raises as `check` does.
     """
     where, engine = check(environ), backend.engine
     if where is None:
@@ -109,7 +109,7 @@ def _listen(endpoint: Endpoint) -> socket.socket:
 
 
 # ------------------------------------------------------------------------------
-# The table: what is told.
+# The table of all metrics.
 
 Labels: TypeAlias = "dict[str, str]"
 Samples: TypeAlias = "Iterable[tuple[Labels, float]]"
@@ -118,10 +118,10 @@ Samples: TypeAlias = "Iterable[tuple[Labels, float]]"
 class Metric(NamedTuple):
     """One row.
 
-    name   without `phalanx_`; Prometheus sees `_total` behind that of a counter
+    name   without `phalanx_`; Prometheus gets `_total` behind that of a counter
     kind   `counter` or `gauge`
     unit   as OpenTelemetry writes it
-    read   gives its samples, each with its labels but for the rank
+    read   returns its samples, each with its labels but for the rank
     """
 
     name: str
@@ -132,12 +132,12 @@ class Metric(NamedTuple):
 
     @property
     def prometheus_name(self) -> str:
-        """As Prometheus sees it."""
+        """Name of the metric in Prometheus."""
         return f"phalanx_{self.name}{'_total' if self.kind == 'counter' else ''}"
 
 
 def _of_peers(*fields: tuple[str, Labels]) -> Callable[[Counts, LoggedStep], Samples]:
-    """A sample for each peer and field of `PeerCounts`."""
+    """Return a sample for each peer and field of `PeerCounts`."""
 
     def read(counts: Counts, _: LoggedStep) -> Samples:
         for peer, counted in counts.peers.items():
@@ -148,7 +148,7 @@ def _of_peers(*fields: tuple[str, Labels]) -> Callable[[Counts, LoggedStep], Sam
 
 
 def _waiting(counts: Counts, _: LoggedStep) -> Samples:
-    """For each peer, and for nobody knows whom."""
+    """Yield a sample for each peer, and one for waits without a known peer."""
     for peer, counted in counts.peers.items():
         yield {"peer": str(peer)}, counted.seconds_waiting
     yield {"peer": "unknown"}, counts.seconds_unknown
@@ -161,7 +161,7 @@ def _of_operations(field: str) -> Callable[[Counts, LoggedStep], Samples]:
 
 
 def _of_step(read: Callable[[LoggedStep], float | None]) -> Callable[[Counts, LoggedStep], Samples]:
-    """One sample, once a step has ended."""
+    """Return one sample, once a step has ended."""
 
     def samples(_: Counts, step: LoggedStep) -> Samples:
         value = read(step)
@@ -297,7 +297,7 @@ def hand_to_otel(engine: Engine) -> None:
 
 
 def exposition(counts: Counts, step: LoggedStep) -> str:
-    """All metrics of a rank in Prometheus's text format 0.0.4."""
+    """Return all metrics of a rank in Prometheus's text format 0.0.4."""
     lines = []
     for metric in METRICS:
         name = metric.prometheus_name
@@ -324,7 +324,7 @@ def _number(value: float) -> str:
 class MetricsServer(HttpServer):
     """Answers GET and HEAD of /metrics for one rank, in threads that end with its backend.
 
-    names   by which it may be called, beside localhost and addresses
+    names   that callers may use for it, beside localhost and addresses
     """
 
     remedy = f"call it by an address, this host's name, or the one in {VARIABLE}"

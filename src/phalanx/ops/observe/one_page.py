@@ -1,10 +1,10 @@
 """A page in one file, from `page.html`, `page.css` and `page.js` of a package.
 
-    page.html   $style, $script and $policy stand for the two others and for what the page may do
-    common.*    what every page's style and script begin with
+    page.html   $style, $script and $policy stand for the two others and for the page's rights
+common.*    the beginning of every page's style and script
 
 The policy (Content-Security-Policy) names the hashes of the style and of the script. So a browser
-runs nothing else, whatever text has found its way into the page; and the page fetches nothing.
+runs nothing else, in spite of any text in the page; and the page fetches nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud
 def assemble(package: str, *, more_policy: str = "", **texts: str) -> tuple[str, str]:
     """Return the page of a package, and its policy.
 
-    `texts` are put in as they are: HTML. `more_policy` is what the page may do besides.
+    `texts` are put in as HTML. `more_policy` has further rights of the page.
     """
     here = files(package)
     style, script = (
@@ -39,7 +39,7 @@ def assemble(package: str, *, more_policy: str = "", **texts: str) -> tuple[str,
 
 
 def as_text(value: object) -> str:
-    """Return it as HTML's text or attribute; characters that cannot be seen are written out."""
+    """Return it as HTML's text or attribute; write out invisible characters."""
     return html.escape(_UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", str(value)))
 
 

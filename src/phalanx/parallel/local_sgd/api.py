@@ -184,5 +184,5 @@ class DiLoCo(PeriodicSync):
 
     @property
     def skipped_steps(self) -> int:
-        """How many outer steps were not taken, since their gradient was not finite."""
+        """Number of outer steps that were skipped, since their gradient was not finite."""
         return self._outer_step.skipped

@@ -1,11 +1,11 @@
-"""DiLoCo's sync, an outer step: how far all ranks have come, on average, is a gradient.
+"""DiLoCo's sync, an outer step: the ranks' mean progress is a gradient.
 
     inner steps   of each rank's optimizer, H times            t  ->  t_i
     outer step    d = mean of all (t - t_j), the outer         t  ->  t'      t_i <- t'
                   gradient; the outer optimizer steps by d
 
 (Douillard et al. 2023; others call d the pseudo-gradient. Without momentum and with rate 1, t' is
-the mean of t_j.) With a `ParameterResidual`, t_i becomes t' and what rank i has not sent.
+the mean of t_j.) With a `ParameterResidual`, t_i becomes t' plus rank i's unsent part.
 `OuterStep.sync` is the outer step; `naive_local_sgd.py` has all of it in its shortest form.
 """
 
@@ -42,7 +42,7 @@ MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
 
 def not_finite(trained: Mapping[str, nn.Parameter], backend: Backend) -> str:
-    """The first parameter that is infinite or NaN, of each rank that has one, for a message.
+    """Return, for a message, each rank's first parameter that is infinite or NaN, if any.
 
     Blocks for one message of 8 bytes.
     """
@@ -54,14 +54,14 @@ def not_finite(trained: Mapping[str, nn.Parameter], backend: Backend) -> str:
 
 
 class OuterStep:
-    """A step of an optimizer of its own, on copies of the parameters that all ranks have alike.
+    """A step of an optimizer of its own, on copies of the parameters that all ranks share.
 
     optimizer   the outer one
     copies      t, by the names of the parameters
-    skipped     how many steps were not taken, since their gradient was not finite
+    skipped     number of steps that were skipped, since their gradient was not finite
     compressed  averages by the compressor; None: as `dense` does, by an all-reduce
-    who         takes them, in errors
-    residual    keeps what messages leave out, if it is to stay in parameters
+    who         the wrapper's name in errors
+    residual    keeps the parts that messages leave out, if they stay in parameters
     """
 
     def __init__(
@@ -112,16 +112,16 @@ class OuterStep:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Copy the parameters. Later only outer steps change the copies: these stay the same on all
-        ranks, whatever becomes of a rank's parameters.
+        """Copy the parameters. Later only outer steps change the copies, so that these stay the
+        same on all ranks while the ranks' parameters differ.
         """
         for name, parameter in self._trained.items():
             self.copies[name].copy_(parameter)
 
     @torch.no_grad()
     def sync(self, label: str, *, whole: bool) -> bool:
-        """Average the outer gradients, step, and copy. If these gradients are not finite there is
-        no step: all parameters are as they were when the period began.
+        """Average the outer gradients, step, and copy. If these gradients are not finite, skip the
+        step: all parameters are as at the beginning of the period.
 
         whole   leave nothing out, so that parameters are the same on all ranks
 
@@ -150,7 +150,7 @@ class OuterStep:
         return not taken
 
     def _mean_outer_gradients(self, label: str, *, whole: bool) -> list[Bucket]:
-        """The mean over the ranks of t - t_i, in buckets. Blocks."""
+        """Return the mean over the ranks of t - t_i, in buckets. Blocks."""
 
         def put(place: Tensor, parameter: Tensor) -> None:
             torch.sub(self._copy_of[parameter], parameter, out=place)
@@ -184,7 +184,7 @@ class OuterStep:
 
 
 # ------------------------------------------------------------------------------
-# What messages leave out stays in the parameters of the rank that would have sent it.
+# The part that a message leaves out stays in the sender's parameters.
 #
 #     d  =  t - t_i             how far this rank's parameters are from the copy t that all have
 #     q  =  its message         what is sent of d
@@ -196,33 +196,32 @@ class OuterStep:
 
 
 class ParameterResidual(ResidualStore):
-    """Keeps what is left out of one average until parameters are written."""
+    """Keeps the part that one average leaves out until parameters are written."""
 
     def __init__(self) -> None:
         self._residuals: dict[str, Tensor] = {}
         self._parts = 1
 
     def take(self, name: str) -> Tensor:
-        """The residual of that parameter; it is forgotten."""
+        """Return the residual of that parameter, and forget it."""
         return self._residuals.pop(name)
 
     def add_residual(self, bucket: GradientBucket, member: Member) -> Tensor:
-        """All of the bucket: former residuals are in its values already."""
+        """Return the whole bucket: its values include former residuals."""
         self._parts = member.parts
         return bucket.flat.to(wide(bucket.flat.dtype), copy=True)
 
     def store_residual(self, bucket: GradientBucket, residual: Callable[[], Tensor]) -> None:
-        """Keep it for `take`."""
+        """Keep the residual for `take`."""
         self._residuals |= {place.name: values for place, values in bucket.cut(residual())}
 
     def add_owned_residual(self, bucket: GradientBucket, start: int, mean: Tensor) -> Tensor:
-        """The mean."""
         return mean.clone()
 
     def store_owned_residual(
         self, bucket: GradientBucket, start: int, residual: Callable[[], Tensor]
     ) -> None:
-        """Add to this rank's own p times what is left out of a mean of p ranks."""
+        """Add p times the residual of a mean of p ranks to this rank's own residual."""
         left = residual()
         for place, low, high in bucket.overlaps(start, start + len(left)):
             own = self._residuals[place.name].view(-1)[low - place.start : high - place.start]

@@ -6,7 +6,7 @@
                              /    \\                  /    \\
     rank 1   step step step |      | step step step |      |
 
-`_step_is_over` says when a period of H steps is over, `_sync` what follows. Read
+`_step_is_over` finds the end of a period of H steps, `_sync` does the rest. Read
 `naive_local_sgd.py` first.
 """
 
@@ -43,16 +43,15 @@ log = logging.getLogger("phalanx")
 
 
 class PeriodicSync(Wrapper):
-    """What `LocalSGD` and `DiLoCo` have in common: they count steps, and synchronize parameters.
+    """The common part of `LocalSGD` and `DiLoCo`: counts steps, and synchronizes parameters.
 
     every        steps between two syncs
-    start_after  after each of the first so many steps there is a sync, which leaves nothing out
+    start_after  number of first steps with a sync after each, which leaves nothing out
 
-    A step is one of torch's optimizers with parameters of this module; where there are several of
-    them for it, one of each, in any order, is one step. Passes that only accumulate gradients, and
-    steps that a gradient scaler skips, do not count. Parameters that are written by hand are not
-    noticed; those that no optimizer has should be frozen, or the first step is over when the second
-    one begins.
+    A step is one of a torch optimizer with parameters of this module. If there are several such
+    optimizers, one step of each, in any order, is one step. Passes that only accumulate gradients,
+    and steps that a gradient scaler skips, do not count. Writes by hand are not noticed. Freeze
+    parameters without an optimizer, or the first step is over only when the second one begins.
     """
 
     averages = True
@@ -76,9 +75,9 @@ class PeriodicSync(Wrapper):
         self._dense = GradientAveraging(backend)
 
     def _begin(self, outer: OuterStep | None, options: Mapping[str, object]) -> None:
-        """Compare with the other ranks, become like rank 0, and notice steps from now on.
+        """Compare with the other ranks, copy rank 0's values, and notice steps from now on.
 
-        outer   what a sync is; None: parameters become their mean over the ranks (Stich 2019)
+        outer   the sync; None: parameters become their mean over the ranks (Stich 2019)
         """
         who = type(self).__name__
         check_same_model(self.module, self.backend, {"every": self.every, **options}, who=who)
@@ -90,7 +89,7 @@ class PeriodicSync(Wrapper):
         self.attach()
 
     def attach(self) -> None:
-        """Be told of steps that write the module's parameters."""
+        """Take an optimizer whose steps write the module's parameters."""
         self._check_not_in_averaged("a copy")
         for parameter in self.module.parameters():
             claim(parameter, self)
@@ -98,23 +97,23 @@ class PeriodicSync(Wrapper):
     # As a module ----------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward. Nothing is sent, here or in backward."""
+        """Run the module's forward. Nothing is sent, here or in backward."""
         return self.module(*args, **kwargs)
 
     @property
     def steps(self) -> int:
-        """How many steps this rank has taken."""
+        """Number of steps that this rank has taken."""
         return self._counter.steps
 
     @property
     def meetings(self) -> int:
-        """How many syncs there were; the same on every rank."""
+        """Number of syncs so far; the same on every rank."""
         return self._counter.syncs
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank has sent so far to make parameters and buffers alike, as rings and
-        direct messages send them; those of `averaged` and of checkpoints are not among them.
+        """Bytes that this rank has sent so far in syncs of parameters and buffers, as rings and
+        direct messages send them; without those of `averaged` and of checkpoints.
         """
         compressed = self._outer.compressed if self._outer is not None else None
         return self._dense.bytes_sent + (compressed.bytes_sent if compressed is not None else 0)
@@ -122,7 +121,7 @@ class PeriodicSync(Wrapper):
     # Steps ----------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to write: the last period may be over by that."""
+        """Take an optimizer's step as about to write: the last period may be over by that."""
         given = {p for group in optimizer.param_groups for p in group["params"]}
         for name, parameter in self._frozen.items():
             if parameter in given and parameter.requires_grad:
@@ -138,12 +137,12 @@ class PeriodicSync(Wrapper):
         self._alike = False
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """It has written: a period may be over."""
+        """Take an optimizer's step as done: a period may be over."""
         if self._counter.after(p for group in optimizer.param_groups for p in group["params"]):
             self._step_is_over()
 
     def after_skip(self, optimizer: Optimizer) -> None:
-        """It writes nothing in this step, which counts if another optimizer does."""
+        """Take an optimizer's step as skipped; it counts if another optimizer's does."""
         given = [p for group in optimizer.param_groups for p in group["params"]]
         if self._counter.before(given) | self._counter.skip(given):
             self._step_is_over()
@@ -166,11 +165,11 @@ class PeriodicSync(Wrapper):
     # Syncs ----------------------------------------------------------------------------------
 
     def sync(self) -> None:
-        """Synchronize now, whatever number of steps each rank has taken; the next period begins.
+        """Synchronize now, after any number of steps on each rank; begin the next period.
 
-        At the end of training, and before parameters are looked at. Every rank calls it; blocks
-        until all have. Does nothing, but for a message of 8 bytes, where parameters are the same on
-        all ranks already.
+        Call it at the end of training, and before a look at parameters. Every rank calls it; blocks
+        until all have. Only sends a message of 8 bytes if parameters are the same on all ranks
+        already.
         """
         self._check_not_in_averaged("sync()")
         self._counter.close()
@@ -204,7 +203,7 @@ class PeriodicSync(Wrapper):
             _copy(bucket.views)
 
     def _sync_buffers(self, label: str) -> None:
-        """Make buffers alike, in place: floating ones, such as statistics of batch norm, become
+        """Make buffers equal, in place: floating ones, such as statistics of batch norm, become
         their mean; others, such as counters and masks, rank 0's.
         """
         buffers = persistent_buffers(self.module).values()
@@ -215,7 +214,7 @@ class PeriodicSync(Wrapper):
         broadcast_all_(others, self.backend, 0, label=f"{label} of rank 0")
 
     def _any_rank_differs(self, why: str, timeout: float | None = None) -> bool:
-        """Whether ranks may have different parameters. One message of 8 bytes."""
+        """Return whether ranks may have different parameters. One message of 8 bytes."""
         apart = self._counter.now()[1] > 0 or not self._alike
         apart_anywhere = torch.tensor([int(apart)])
         label = f"{type(self).__name__}'s {why} after {self.meetings} syncs"
@@ -240,10 +239,10 @@ class PeriodicSync(Wrapper):
     # The mean, without a sync ---------------------------------------------------------------
 
     def means(self, *, timeout: float | None = None) -> dict[Tensor, Tensor]:
-        """The means over the ranks of trained parameters and floating buffers, by tensor; new.
+        """Return the means over the ranks of trained parameters and floating buffers: new.
 
-        Empty where they are the same on all ranks. Nothing is changed. Every rank calls
-        it; blocks for a message of 8 bytes, for which it waits `timeout` seconds (by default the
+        By tensor; empty if they are the same on all ranks. Nothing is changed. Every rank calls it;
+        blocks for a message of 8 bytes, for which it waits `timeout` seconds (by default the
         backend's), and the all-reduce.
         """
         self._check_not_in_averaged("means()")
@@ -258,13 +257,13 @@ class PeriodicSync(Wrapper):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """In here the module has the means over the ranks; afterwards this rank's own again.
+        """Give the module the means over the ranks; afterwards this rank's own values again.
 
             with model.averaged():
                 loss = evaluate(model)
 
-        Training goes on as if nobody had looked. Every rank enters it, as `means` says; takes the
-        parameters' memory twice. Steps in here are refused.
+        Training goes on unchanged. Every rank enters it, as it calls `means`; takes the parameters'
+        memory twice. Steps in here are refused.
         """
         means = self.means()
         own = {tensor: tensor.detach().clone() for tensor in means}
@@ -278,15 +277,13 @@ class PeriodicSync(Wrapper):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Nothing: backward passes send nothing. For scripts that are written for DDP, too."""
+        """Do nothing: backward passes send nothing. For scripts that are written for DDP, too."""
         yield
 
     # State: see state.py --------------------------------------------------------------------
 
     def own_state(self) -> dict[str, Tensor]:
-        """How far this rank is; where ranks have different parameters, its own; what syncs need to
-        continue.
-        """
+        """Return this rank's counts, the syncs' state, and its parameters if ranks differ."""
         self._check_not_in_averaged("a state dict")
         apart, outer = not self._alike, self._outer
         values = self._local_tensors() if apart else {}
@@ -299,8 +296,8 @@ class PeriodicSync(Wrapper):
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Continue from such states, of any number of ranks, joined into one dict.
 
-        As many ranks as before take their own; others begin from what has been loaded into the
-        module, or from the mean of all. Without any a new period begins. Nothing is sent.
+        As many ranks as before take their own; others begin from the module's loaded values, or
+        from the mean of all. Without any a new period begins. Nothing is sent.
         """
         self._check_not_in_averaged("load_state_dict")
         super().load_own_state(state)
@@ -320,7 +317,7 @@ class PeriodicSync(Wrapper):
         _copy({own[name]: value for name, value in values.items()})
 
     def needs(self, keys: Iterable[str]) -> list[str]:
-        """Without the values that other ranks had."""
+        """Return the keys without those of other ranks' values."""
         return super().needs(without_values_of_others(keys, self.backend))
 
     def _local_tensors(self) -> dict[str, Tensor]:
@@ -339,8 +336,8 @@ def _copy(values: Mapping[Tensor, Tensor]) -> None:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers of the state dict, by their first name. What it leaves out is made anew from
-    something else, and stays each rank's.
+    """Return the buffers of the state dict, by their first name. Others are computed anew from
+    other values, and stay each rank's.
     """
     return {
         f"{prefix}.{key}" if prefix else key: buffer

@@ -1,13 +1,13 @@
-"""LocalSGD and DiLoCo in a state dict: what is to be known between two syncs.
+"""LocalSGD and DiLoCo in a state dict: their state between two syncs.
 
     local@2/4.count                   rank 2 of 4: steps, steps since the last sync, syncs
     local@2/4.value.<name>            its parameter or buffer, while ranks have different ones
     outer@all.parameter.<name>        the parameter after the last sync, while ranks differ
-    outer@all.state.<key>.<name>      what the outer optimizer keeps for it: a tensor, or a number
+    outer@all.state.<key>.<name>      the outer optimizer's state for it: a tensor, or a number
     outer@all.option.<group>.<key>    a number of a parameter group, such as the learning rate
 
-As many ranks as before get their own back; of another number each begins from the mean. What is
-under `outer@all` is the same on every rank.
+As many ranks as before get their own back; of another number each begins from the mean. Entries
+under `outer@all` are the same on every rank.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def _prefix(backend: Backend) -> str:
 def local_state(
     counts: Sequence[int], values: Mapping[str, Tensor], backend: Backend
 ) -> dict[str, Tensor]:
-    """This rank's counts, and values that other ranks do not have, under keys that name it."""
+    """Return this rank's counts, and its values that other ranks lack, under keys that name it."""
     prefix = _prefix(backend)
     state = {f"{prefix}count": torch.tensor(counts, dtype=torch.int64)}
     return state | {f"{prefix}value.{name}": value.detach() for name, value in values.items()}
 
 
 def without_values_of_others(keys: Iterable[str], backend: Backend) -> list[str]:
-    """The keys but for values that other ranks had."""
+    """Return the keys without those of other ranks' values."""
     mine = _prefix(backend)
     matches = ((key, _LOCAL.fullmatch(key)) for key in keys)
     return [key for key, at in matches if at is None or at[3] is None or key.startswith(mine)]
@@ -50,10 +50,10 @@ def without_values_of_others(keys: Iterable[str], backend: Backend) -> list[str]
 def saved_local(
     state: Mapping[str, Any], own: Mapping[str, Tensor], backend: Backend, who: str
 ) -> tuple[list[int] | None, Mapping[str, Tensor]]:
-    """What this rank goes on with: counts, and values by name, for its `own` tensors.
+    """Return the counts, and values by name for its `own` tensors, with which this rank goes on.
 
-    Its own; with another number of ranks the first one's counts, and the mean of all values if
-    those of all ranks are there. Raises `SizeMismatchError` if they are another model's.
+    These are its own. With another number of ranks: the first one's counts, and the mean of all
+    values if those of all ranks are there. Raises `SizeMismatchError` if they are another model's.
     """
     counts: dict[tuple[int, int], list[int]] = {}
     values: dict[tuple[int, int], dict[str, Tensor]] = {}
@@ -94,9 +94,9 @@ def saved_local(
 def outer_state(
     optimizer: Optimizer, copies: Mapping[str, nn.Parameter], *, apart: bool
 ) -> dict[str, Tensor]:
-    """What it keeps for the copies of parameters; and the copies themselves if ranks are `apart`.
+    """Return the outer optimizer's state; and the copies of parameters if ranks are `apart`.
 
-    Raises `UnsupportedObjectError` if it keeps something that is no tensor and no number.
+    Raises `UnsupportedObjectError` for a state that is no tensor and no number.
     """
     state: dict[str, Tensor] = {}
     for name, copy in copies.items() if apart else ():
@@ -127,8 +127,8 @@ def _as_tensor(value: object, what: str) -> Tensor:
 def load_outer_state(
     state: Mapping[str, Any], optimizer: Optimizer, copies: Mapping[str, nn.Parameter], rank: int
 ) -> Mapping[str, Tensor]:
-    """Continue from there. Returns the copies, if they are in it. Without any state nothing is
-    done. Raises `SizeMismatchError`, with nothing changed, for that of another model.
+    """Load the outer optimizer's state; return the copies, if they are in it. Do nothing without
+    any state. Raise `SizeMismatchError`, with nothing changed, for another model's.
     """
     entries = []
     for key, value in state.items():

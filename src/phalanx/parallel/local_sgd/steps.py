@@ -1,10 +1,10 @@
-"""When a step is over, whatever number of optimizers takes it. Nothing is sent.
+"""Counting of steps, by any number of optimizers. Nothing is sent.
 
 one optimizer             [ w b ]      [ w b ]         each is a step
 two, one after the other  [ w ] [ b ]  [ w ] [ b ]     two of them are a step
 nobody has b              [ w ]     |  [ w ]           over when w comes again; from then on,
                                                        at once
-a scaler skips one           -  [ b ]  [ w ] [ b ]     two steps; none where it skips both
+a scaler skips one           -  [ b ]  [ w ] [ b ]     two steps; none if it skips both
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import nn
 
 
 class StepCounter:
-    """Counts steps by which parameters have been written since the last step was over.
+    """Counts steps by the parameters that have been written since the last step was over.
 
     A step is over when all of them are, or before one of them is written a second time. Those that
     are not written by then have no optimizer: they are not waited for until somebody writes them.
 
     trained   the parameters whose writing is a step
-    steps     how many are over
-    since     of these since the last sync
-    syncs     how many
+    steps     number of finished ones
+    since     those of them since the last sync
+    syncs     number of syncs
     """
 
     def __init__(self, trained: Iterable[nn.Parameter]) -> None:
@@ -34,7 +34,7 @@ class StepCounter:
         self._without_optimizer: set[nn.Parameter] = set()
 
     def before(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """These are about to be written: whether a step is over by that."""
+        """Take these as about to be written; return whether a step is over by that."""
         if self._written.isdisjoint(parameters):
             return False
         self._without_optimizer |= self.trained - self._written - self._skipped
@@ -42,14 +42,14 @@ class StepCounter:
         return True
 
     def after(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """They have been: whether a step is over by that."""
+        """Take these as written; return whether a step is over by that."""
         mine = self.trained.intersection(parameters)
         self._without_optimizer -= mine
         self._written |= mine
         return bool(mine) and self._is_over()
 
     def skip(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """They are not written in this step: whether a step is over by that."""
+        """Take these as not written in this step; return whether a step is over by that."""
         self._skipped |= self.trained.intersection(parameters)
         return self._is_over()
 
@@ -61,17 +61,17 @@ class StepCounter:
         return counts
 
     def close(self) -> None:
-        """A step that is under way is over."""
+        """End the step that is under way."""
         self.steps, self.since, _ = self.now()
         self._written.clear()
         self._skipped.clear()
 
     def now(self) -> tuple[int, int, int]:
-        """Steps, those since the last sync, and syncs, with the step that is under way."""
+        """Return steps, those since the last sync, and syncs, with the step that is under way."""
         more = 1 if self._written else 0
         return self.steps + more, self.since + more, self.syncs
 
     def load(self, counts: Sequence[int] | None) -> None:
-        """Continue from saved counts; None: the ranks are alike now."""
+        """Continue from saved counts; None: the ranks have equal parameters now."""
         self._written.clear()
         self.steps, self.since, self.syncs = counts or (self.steps, 0, self.syncs)

@@ -1,4 +1,4 @@
-"""The traces that ranks leave: which files they are, and the operations in them.
+"""The traces of ranks: their files, and the operations in them.
 
 Each file is read once for an index, which takes some 60 bytes of memory an operation. Then its
 operations are decoded one at a time, in the order of their starts.
@@ -27,7 +27,7 @@ _FILE_NAME = re.compile(r"rank-(\d{1,9})-(\d{1,9})-(\d{1,9})\.json", re.ASCII)
 class TraceEvent(msgspec.Struct, gc=False):
     """One event of a Chrome trace; times (`ts`, `dur`) are microseconds.
 
-    args   as they are in the file: they are passed on so, and what matters of them is `EventArgs`
+    args   as in the file, to be passed on; those that matter here are `EventArgs`
     """
 
     ph: str
@@ -41,7 +41,7 @@ class TraceEvent(msgspec.Struct, gc=False):
 
 
 class EventArgs(msgspec.Struct, gc=False):
-    """What an event says about itself, as far as it matters here."""
+    """The arguments of an event that matter here."""
 
     # An operation:
     sequence: int | None = None
@@ -66,15 +66,15 @@ _BETWEEN = b" \r\t\n,"
 
 @dataclass
 class TraceFile:
-    """One backend of one rank, and where in its file the operations are.
+    """One backend of one rank, and the places of the operations in its file.
 
     world_size   0: it was not written down
     started      seconds since 1970, by the clock of `host`
     ended        microseconds since 1970: when its last operation was over
     damaged      lines that cannot be read, apart from the last one
     cut_off      whether the last line cannot be read
-    times        when each operation started, in microseconds since 1970
-    places       where the line of each begins
+    times        start of each operation, in microseconds since 1970
+    places       beginning of the line of each
     """
 
     path: Path
@@ -99,7 +99,7 @@ class TraceFile:
                 continue
             try:
                 if not text.isascii():
-                    text.decode()  # the decoder passes over what it does not need
+                    text.decode()  # the decoder passes over other fields
                 event = _decode(text)
                 args = _decode_args(event.args)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -126,9 +126,9 @@ class TraceFile:
 
 @contextmanager
 def open_traces(folder: Path) -> Iterator[list[TraceFile]]:
-    """All traces in a folder, open and indexed, in the order of their names.
+    """Open and index all traces in a folder; yield a list of them, in the order of names.
 
-    Raises `MisuseError` where there is no such folder, no trace in it, or one that cannot be read.
+    Raises `MisuseError` if there is no such folder, no trace in it, or one that cannot be read.
     """
     if not folder.is_dir():
         raise MisuseError(

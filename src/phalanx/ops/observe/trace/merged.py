@@ -1,7 +1,7 @@
 """`phalanx trace`: merges the traces of a job's ranks into one, for Perfetto, and sums them up.
 
     rank-0-812-0.json  rank-1-813-0.json  ...   --- merge --->  merged.json: a process a rank, in it
-                                                                a line a group (more, where its
+                                                                a line a group (more, if its
                                                                 operations overlap)
 
 The files are those that a job leaves with `PHALANX_TRACE=folder`: one a rank and backend, named
@@ -9,7 +9,7 @@ The files are those that a job leaves with `PHALANX_TRACE=folder`: one a rank an
 end of its last line unwritten, which is no error. A rank that was started again, or that formed
 its group anew, has several files: its runs, counted from 0 by when they began.
 
-Times of different hosts are not corrected: they are off by as much as the hosts' clocks are.
+Times of different hosts are not corrected: they are off by as much as the hosts' clocks.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _HEAD = b'{"otherData":{"producer":"phalanx trace"},"displayTimeUnit":"ms","trac
 
 @dataclass
 class RankSummary:
-    """What one rank did, in all of its runs.
+    """The summary of one rank, in all of its runs.
 
-    last      how often it was the last rank to start a collective
+    last      number of collectives that it was the last rank to start
     late      seconds by which it was the last, in all
     """
 
@@ -54,11 +54,11 @@ class RankSummary:
 
 @dataclass
 class MergedTrace:
-    """What `merge` has written, and what it has seen.
+    """The result of `merge`: the file, and the summary.
 
-    collectives   how many all ranks have started; `last` and `late` of the ranks are about these
-    notes         what a reader of the numbers should know
-    profile       where the ranks' time went
+    collectives   number of those that all ranks have started, with the ranks' `last` and `late`
+    notes         for readers of the numbers
+    profile       of the ranks' time
     """
 
     path: Path
@@ -69,7 +69,7 @@ class MergedTrace:
 
 
 def merged_file(folder: Path, output: Path | None = None) -> Path:
-    """Where `merge` writes."""
+    """Return the path of the merged file."""
     return output.resolve() if output is not None else folder / "merged.json"
 
 
@@ -77,8 +77,8 @@ def merge(folder: Path, output: Path | None = None) -> MergedTrace:
     """Merge the traces in `folder` into `output` (`folder/merged.json`), and sum them up.
 
     The earliest operation starts at 0. The file appears whole or not at all, and an earlier one is
-    replaced. Raises `MisuseError` where there is nothing to merge, and where `output` cannot be
-    written or is there and no merged trace.
+    replaced. Raises `MisuseError` if there is nothing to merge, and if `output` cannot be written
+    or exists and is no merged trace.
     """
     output = merged_file(folder, output)
     with open_traces(folder) as files:
@@ -131,7 +131,7 @@ def _merged_events(
     stragglers: Stragglers,
     profile: Profile,
 ) -> Iterator[TraceEvent]:
-    """All events of the merged file; fills the summaries and the profile as it goes."""
+    """Yield all events of the merged file; fill the summaries and the profile on the way."""
 
     def label(what: str, rank: int, line: int, **args: object) -> TraceEvent:
         return TraceEvent(
@@ -178,10 +178,10 @@ def _merged_events(
 
 @dataclass(slots=True)
 class _Lines:
-    """The lines of the picture for a group of a rank: one, and another where operations overlap.
+    """The lines of the picture for a group of a rank: one, and more if operations overlap.
 
     group       None: no other rank takes part
-    free_from   by its number, when each is free again
+    free_from   the time at which each is free again, by its number
     """
 
     name: str
@@ -189,7 +189,7 @@ class _Lines:
     free_from: dict[int, float] = field(default_factory=dict)
 
     def free_at(self, time: float) -> int:
-        """A line that is free, or 0."""
+        """Return a line that is free, or 0."""
         for line, since in self.free_from.items():
             if since <= time:
                 return line
@@ -232,9 +232,9 @@ _MEMBERS = re.compile(r"ranks \[([\d, ]+)\]")
 
 @dataclass(slots=True)
 class _Group:
-    """A group of ranks, and by their numbers the collectives that not all of them have begun.
+    """A group of ranks, and the collectives by number that not all of them have begun.
 
-    Of these there are an event and its arguments, and the parts so far.
+    Each has an event, its arguments, and the parts so far.
     """
 
     ranks: Sequence[int]
@@ -242,10 +242,10 @@ class _Group:
 
 
 class Stragglers:
-    """Counts, over operations given in the order of their starts, who was last and by how much.
+    """Counts the last rank of each operation, in the order of their starts, and its lateness.
 
-    ranks         whose `last` and `late` are filled
-    collectives   how many all ranks of their group have started; the others do not count
+    ranks         their `last` and `late` are filled
+    collectives   number of those that all ranks of their group have started
     """
 
     def __init__(self, ranks: Mapping[int, RankSummary]) -> None:
@@ -255,9 +255,9 @@ class Stragglers:
         self._alike: Counter[tuple[int, int, str]] = Counter()
 
     def next_group(self, file: TraceFile, name: str) -> _Group | None:
-        """The group that a rank has next of those of a name, None if nobody else is in it.
+        """Return a rank's next group of a name, None if no other rank is in it.
 
-        Ranks number their groups each for itself, but make those of the same members in one order.
+        Each rank numbers its own groups, but all make those of the same members in one order.
         """
         members = _MEMBERS.search(name)
         ranks = [*map(int, members[1].split(","))] if members else range(file.world_size)
@@ -269,7 +269,7 @@ class Stragglers:
         return self._groups.setdefault((file.run, name, number), _Group(ranks))
 
     def add(self, group: _Group, event: TraceEvent, args: EventArgs, part: Part) -> list[Part]:
-        """Take the next operation; all parts of the collective if it is the last one of them."""
+        """Take the next operation; return all parts of the collective if it is the last of them."""
         parts = group.open.setdefault(args.sequence, (event, args, []))[2]
         parts.append(part)
         if len(parts) < len(group.ranks):

@@ -1,7 +1,7 @@
-"""What `phalanx trace` writes beside a merged trace: a page (`--html`), a picture (`--png`).
+"""The files of `phalanx trace` beside a merged trace: a page (`--html`), a picture (`--png`).
 
-The page is one file, which fetches nothing (`one_page.py`). Its size goes by the number of ranks,
-not by that of operations. Tables are there without the script, which draws and sorts.
+The page is one file, which fetches nothing (`one_page.py`). Its size depends on the number of
+ranks, not of operations. The tables do not need the script, which draws and sorts.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _STATES = dict(
 
 
 def page_beside(output: Path) -> Path:
-    """Where the page of a merged trace is written; raises `MisuseError` if it cannot be."""
+    """Return the path of a merged trace's page; raise `MisuseError` if there can be none."""
     return _beside(output, ".html", "--html")
 
 
 def picture_beside(output: Path) -> Path:
-    """Where the picture of a merged trace is written; raises `MisuseError` if it cannot be."""
+    """Return the path of a merged trace's picture; raise `MisuseError` if there can be none."""
     try:
         import matplotlib.figure  # noqa: F401, PLC0415 -- an extra
     except ImportError:
@@ -90,11 +90,11 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 # ------------------------------------------------------------------------------
-# What the numbers say, in a sentence or two.
+# The numbers' meaning, in a sentence or two.
 
 
 def verdict(merged: MergedTrace) -> str:
-    """Which rank the others lose time with, or that there is none."""
+    """Return the rank with which the others lose time, or that there is none, in words."""
     profile = merged.profile
     present = sum(sum(rank.totals()) for rank in profile.ranks.values())
     waited = sum(rank.waited for rank in profile.ranks.values())
@@ -129,7 +129,7 @@ def verdict(merged: MergedTrace) -> str:
 
 
 def _culprit(merged: MergedTrace) -> RankSummary | None:
-    """The rank that the others waited for much more than for the average one."""
+    """Return the rank that the others waited for much longer than for the average one."""
     profile = merged.profile
     waited = sum(rank.waited for rank in profile.ranks.values())
     present = sum(sum(rank.totals()) for rank in profile.ranks.values())
@@ -175,7 +175,7 @@ def _bytes(value: int) -> str:
 
 
 def write_page(merged: MergedTrace, path: Path) -> None:
-    """Write the page; raises `MisuseError` if that is not possible."""
+    """Write the page; raise `MisuseError` if that is not possible."""
     profile = merged.profile
     lines = {
         "title": as_text(f"Trace of {_counted(len(merged.ranks), 'rank')}: {merged.path.name}"),
@@ -201,7 +201,7 @@ def write_page(merged: MergedTrace, path: Path) -> None:
 
 
 def _data(merged: MergedTrace) -> str:
-    """What the timeline is drawn from: for each rank and bin, the share of each state."""
+    """Return the timeline's data: for each rank and bin, the share of each state."""
     width = merged.profile.span / 1e6 / BINS
     shares = []
     for summary in merged.ranks:
@@ -236,13 +236,13 @@ def _totals(ranks: Iterable[RankProfile]) -> list[float]:
 
 
 def _overlap(totals: Sequence[float]) -> str:
-    """Of the time with an operation under way, the share in which the program computed."""
+    """Return the share of the time under way in which the program computed."""
     return _percent(totals[1], sum(totals[1:])) if sum(totals[1:]) else "-"
 
 
 # Columns: heading, and "text" for words, "long text" for many; "fixed" is not sorted by.
 
-_Cell = tuple[str, object]  # as HTML; and what it is sorted by
+_Cell = tuple[str, object]  # as HTML; and its sort key
 
 _RANKS = (
     ("rank", ""),
@@ -284,7 +284,7 @@ _KINDS = (
 def _table(
     name: str, columns: Sequence[tuple[str, str]], rows: Iterable[tuple[str, Sequence[_Cell]]]
 ) -> dict[str, str]:
-    """The head and the rows of a table, which are given as their class and their cells."""
+    """Return the head and the rows of a table, which are given as a class and cells."""
     head = "".join(
         f'<th scope="col" class="{kind}"{" data-fixed" if kind == "fixed" else ""}>{heading}</th>'
         for heading, kind in columns
@@ -324,7 +324,7 @@ def _rank_rows(merged: MergedTrace) -> Iterator[tuple[str, list[_Cell]]]:
 
 
 def _bar(states: Sequence[str], totals: Sequence[float], whole: float) -> str:
-    """A picture of a line: seconds of each state, of so many."""
+    """Return a picture of a line: the seconds of each state out of `whole`."""
     parts, left = [], 0.0
     for state, seconds in zip(states, totals, strict=True):
         width = 100 * seconds / whole
@@ -390,7 +390,7 @@ _COLOURS = dict(zip(STATES, ("#2f7d4f", "#1f6feb", "#cf222e", "#b7791f"), strict
 
 
 def write_picture(merged: MergedTrace, path: Path) -> None:
-    """Write the picture; raises `MisuseError` if that is not possible."""
+    """Write the picture; raise `MisuseError` if that is not possible."""
     from matplotlib.figure import Figure  # noqa: PLC0415 -- an extra
 
     count = len(merged.ranks)
@@ -414,7 +414,7 @@ def write_picture(merged: MergedTrace, path: Path) -> None:
 
 
 def _draw_states(panel: Axes, merged: MergedTrace) -> None:
-    """A row for each rank; in each bin, from below, the states' shares."""
+    """Draw a row for each rank; in each bin, from below, the states' shares."""
     import numpy as np  # noqa: PLC0415 -- comes with matplotlib
     from matplotlib.colors import to_rgb  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""Where the ranks' time went, summed up while a trace is read: its size does not matter.
+"""The use of the ranks' time, summed up while a trace of any size is read.
 
     rank 0  |computing|==all_reduce====|computing|==all_reduce, async==|
                       |waiting |comm.  |         |overlapped    |comm. |
@@ -6,9 +6,9 @@
                       ^--------^ rank 0 waits for rank 1, the last one to begin
 
 At any time a rank is in one of four states: `STATES`. A rank waits, in a collective, until the last
-one of its group has begun it; this is what ranks lose by one that is slow, by any backend. It is by
-the starts of all ranks, and so as wrong as their hosts' clocks differ. Of a rank that died in a
-collective there is no start: then the others wait for it to their end.
+one of its group has begun it; ranks lose this time by a slow one, with any backend. The time is
+computed from all ranks' starts, and is off by the difference of their hosts' clocks. A rank that
+died in a collective has no start: then the others wait for it to their end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ operation is under way; wait in one for a rank that has not begun it; be in one 
 BINS = 240  # of the whole time, for the picture
 SLOWEST = 15  # operations that are shown
 ERRORS = 20
-KINDS = 500  # of operations, by name, line and group; what is more goes into one
+KINDS = 500  # of operations, by name, line and group; the others go into one
 _OTHERS = ("other operations", "", "")
 _LONGEST = 2000  # characters of an error
 
@@ -39,7 +39,7 @@ _LONGEST = 2000  # characters of an error
 class Part(msgspec.Struct, frozen=True, gc=False):
     """One rank's part in an operation, in microseconds since the first operation of the job.
 
-    waited   since when the program was blocked in it; `end` if it never was
+    waited   the time from which the program was blocked in it; `end` if it never was
     """
 
     rank: int
@@ -82,7 +82,7 @@ class KindOfOperation:
 
 @dataclass(slots=True)
 class RankProfile:
-    """What a rank did when: seconds of each bin of the whole time.
+    """The profile of a rank over time: seconds in each bin.
 
     present    between its start and its last operation
     under_way  with an operation under way, `blocked` in one, `waiting` in one for another rank
@@ -96,11 +96,11 @@ class RankProfile:
     waiting: array[float] = field(default_factory=lambda: array("d", bytes(8 * BINS)))
     waited: float = 0.0
     awaited: float = 0.0
-    seen_until: float = 0.0  # where its presence ends, so far, in microseconds
-    busy_until: float = 0.0  # where its operations end, so far
+    seen_until: float = 0.0  # end of its presence so far, in microseconds
+    busy_until: float = 0.0  # end of its operations so far
 
     def states(self, number: int) -> tuple[float, float, float, float]:
-        """Seconds of each of `STATES` in a bin."""
+        """Return the seconds of each of `STATES` in a bin."""
         present = self.present[number]
         under_way = min(self.under_way[number], present)
         blocked = min(self.blocked[number], under_way)
@@ -108,19 +108,19 @@ class RankProfile:
         return present - under_way, under_way - blocked, waiting, blocked - waiting
 
     def totals(self) -> tuple[float, ...]:
-        """Seconds of each of `STATES`, in all."""
+        """Return the seconds of each of `STATES`, in all."""
         return tuple(math.fsum(each) for each in zip(*map(self.states, range(BINS)), strict=True))
 
 
 class Profile:
-    """Fills itself with operations that come in the order of their starts.
+    """The profile of a job, built from operations in the order of their starts.
 
-    first, last   when the first operation of the job starts and the last one ends, microseconds
+    first, last   start of the job's first operation and end of the last one, in microseconds
     ranks         by number
     kinds         by name, line of the program, and group
-    errors        the first ones: rank, operation, and what it says
-    broken        how many collectives some rank has no part in
-    absent        how many of those each such rank has no part in
+    errors        the first ones: rank, operation, and text
+    broken        number of collectives in which some rank has no part
+    absent        number of those in which each such rank has no part
     """
 
     def __init__(self, first: float, last: float) -> None:
@@ -137,22 +137,22 @@ class Profile:
 
     @property
     def seconds(self) -> float:
-        """From the start of the first operation to the end of the last one."""
+        """Seconds from the start of the first operation to the end of the last one."""
         return self.span / 1e6
 
     @property
     def slowest(self) -> list[Slow]:
-        """The slowest operations, the slowest first."""
+        """Return the slowest operations, the slowest first."""
         return [slow for _, _, slow in sorted(self._slowest, key=lambda each: -each[0])]
 
     def present(self, rank: int, start: float, end: float) -> None:
-        """A rank is there (microseconds since 1970); its runs come in the order of their starts."""
+        """Take a run of a rank (microseconds since 1970); runs come in order of their starts."""
         profile, end = self.ranks[rank], end - self.first
         self._add(profile.present, max(start - self.first, profile.seen_until), end)
         profile.seen_until = max(profile.seen_until, end)
 
     def operation(self, rank: int, event: TraceEvent, args: EventArgs) -> Part:
-        """Take the next operation."""
+        """Take the next operation of a rank."""
         start = min(event.ts - self.first, self.span)
         end = min(start + max(event.dur, 0.0), self.span)
         waited = start
@@ -175,7 +175,7 @@ class Profile:
         return Part(rank, start, end, waited)
 
     def collective(self, event: TraceEvent, args: EventArgs, parts: list[Part]) -> None:
-        """All ranks of a group have begun a collective, the last one of `parts` with `event`."""
+        """Take a collective that all of a group have begun, the last of `parts` with `event`."""
         last = parts[-1]
         self._waits(event, args, parts[:-1], last.start, last.rank)
         self._note_slow(event, args, parts, last.rank, (last.start - parts[0].start) / 1e6)
@@ -183,7 +183,7 @@ class Profile:
     def incomplete(
         self, event: TraceEvent, args: EventArgs, parts: list[Part], missing: list[int]
     ) -> None:
-        """Some ranks have no part in a collective: they died before its end, or never began it."""
+        """Take a collective in which some ranks have no part: they died before, or never began."""
         self.broken += 1
         for rank in missing:
             self.absent[rank] += 1
@@ -192,7 +192,7 @@ class Profile:
         self._note_slow(event, args, parts, missing=tuple(missing))
 
     def alone(self, event: TraceEvent, args: EventArgs, part: Part) -> None:
-        """A message, or a collective of one rank."""
+        """Take a message, or a collective of one rank."""
         self._note_slow(event, args, [part])
 
     def _waits(
@@ -203,7 +203,7 @@ class Profile:
         until: float,
         culprit: int | None,
     ) -> None:
-        """Ranks are blocked in their parts, until then, by what another one has not begun."""
+        """Count ranks as blocked in their parts until `until`, by another one's late beginning."""
         in_all = 0.0
         for part in parts:
             end = min(until, part.end)
@@ -256,7 +256,7 @@ class Profile:
             heapq.heappop(self._slowest)
 
     def _add(self, bins: array[float], start: float, end: float) -> None:
-        """Add the time from `start` to `end` to the bins that it is in."""
+        """Add the time from `start` to `end` to its bins."""
         width = self._width
         number = int(start / width)
         if end <= (number + 1) * width:  # most operations are in one

@@ -2,16 +2,16 @@
 
     /dev/shm/phalanx-1000/4711-8f3a/    0700, of this user; made by the launcher
         watched        a watcher touches it, twice a second
-        node-0.json    by the launcher: how the processes of its ranks are (see `node_part`)
-        rank-3.json    by the rank: what it does (publish.py)
-        others.json    by the launcher: where the other nodes listen (launcher.py)
+        node-0.json    by the launcher: the status of its ranks' processes (see `node_part`)
+        rank-3.json    by the rank: its state (publish.py)
+        others.json    by the launcher: the addresses of the other nodes (launcher.py)
 
 The first two are a `JobState`, a part of the job, and the last is `OtherNodes`. A file is written
 whole or not at all (a new file is renamed), for its user only (0600). With `PHALANX_WATCH=folder`
 the folder is that one, under any launcher.
 
-Who publishes looks at the time of `watched`. As long as it changes, somebody is there; the clocks
-of two hosts that share a folder need not agree.
+Publishers look at the time of `watched`. As long as it changes, there is a watcher; the clocks of
+two hosts that share a folder need not agree.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from phalanx.wire.control import learned
 
 VARIABLE = "PHALANX_WATCH"
 PERIOD = 0.5  # seconds between two states of a rank, and two touches of a watcher
-LINGER = 5.0  # seconds after the last touch in which somebody is taken to watch
+LINGER = 5.0  # seconds after the last touch in which there is a watcher
 OLD = 60.0  # seconds for which the last word of a job that has ended is kept for its watchers
 OTHERS = "others.json"
 _MARKER = "watched"
@@ -54,10 +54,10 @@ class WatchFolder:
         self._touched = self._touched_at()
         self._watched_until = -1.0
 
-    # For those who publish ------------------------------------------------------------------
+    # For publishers -------------------------------------------------------------------------
 
     def is_watched(self) -> bool:
-        """Return whether a watcher has touched the marker of late; asks the file system, once."""
+        """Return whether a watcher has touched the marker lately; ask the file system, once."""
         now, touched = time.monotonic(), self._touched_at()
         if touched not in (0, self._touched):
             self._touched = touched
@@ -65,9 +65,7 @@ class WatchFolder:
         return now < self._watched_until
 
     def write(self, name: str, part: JobState | OtherNodes) -> None:
-        """Publish a part of the job, or `OTHERS`. `OSError` when it cannot be written: nothing is
-        left then.
-        """
+        """Publish a part of the job, or `OTHERS`. If it fails, leave nothing; raise `OSError`."""
         files.write(str(self.path / name), msgspec.json.encode(part), 0o600)
 
     def _touched_at(self) -> int:
@@ -75,7 +73,7 @@ class WatchFolder:
             return os.stat(self.path / _MARKER).st_mtime_ns
         return 0
 
-    # For those who watch --------------------------------------------------------------------
+    # For watchers ---------------------------------------------------------------------------
 
     def touch(self) -> None:
         """Ask for more. `OSError` when the folder is gone, or another user's."""
@@ -86,10 +84,10 @@ class WatchFolder:
             os.close(marker)
 
     def read(self) -> JobState | None:
-        """Return the job as its parts here show it; None when nothing was published.
+        """Return the job as its parts here show it; None if nothing was published.
 
-        What ranks say of themselves is completed by their launcher, which knows how they ended, and
-        by a look at their processes, where these are on this machine.
+        The ranks' own states are completed by their launcher, which knows their ends, and by a look
+        at their processes, if these are on this machine.
         """
         found = list(self._parts())
         nodes = [part for name, part in found if name == "node"]
@@ -118,7 +116,7 @@ class WatchFolder:
         return job
 
     def others(self) -> OtherNodes | None:
-        """Return where the other nodes of the job listen; None where there are none, or not yet."""
+        """Return the addresses of the job's other nodes; None if there are none, or not yet."""
         with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return msgspec.json.decode(_content(self.path / OTHERS), type=learned(OtherNodes))
         return None
@@ -129,7 +127,7 @@ class WatchFolder:
         return int(number) if number.isdigit() and self.path.parent == private_base() else 0
 
     def has_launcher(self) -> bool:
-        """Return whether a launcher publishes here, too, and will say how the job ends."""
+        """Return whether a launcher publishes here, too, and will report the end of the job."""
         return next(self.path.glob("node-*.json"), None) is not None
 
     def _parts(self) -> Iterator[tuple[str, JobState]]:
@@ -141,7 +139,7 @@ class WatchFolder:
 
 
 def _content(path: Path) -> bytes:
-    """Return what was published there; b"" for what is no such file."""
+    """Return the content of a published file; b"" if there is no such file."""
     with suppress(OSError), files.reading(str(path), MOST_BYTES) as file:
         if os.fstat(file).st_uid == os.getuid():
             return os.read(file, MOST_BYTES)
@@ -149,7 +147,7 @@ def _content(path: Path) -> bytes:
 
 
 def _joined(own: RankState | None, launcher: RankState | None) -> RankState:
-    """Return what a rank says, with what its launcher says, or the system: how its process is."""
+    """Return a rank's own state, with its process's status from its launcher, or the system."""
     if own is None:
         assert launcher is not None
         return launcher
@@ -169,12 +167,12 @@ def _joined(own: RankState | None, launcher: RankState | None) -> RankState:
 
 @cache
 def machine() -> str:
-    """Return what stands in `RankState.machine` for processes that this one sees."""
+    """Return the value of `RankState.machine` for processes that this one sees."""
     return hashlib.blake2b(host_id().encode(), digest_size=8).hexdigest()
 
 
 def process_status(pid: int) -> tuple[Status, str]:
-    """Return the status of a process of this machine, and the reason: how it is."""
+    """Return the status of a process of this machine, and the reason in words."""
     if is_stopped(pid):
         return "stopped", STOPPED.format(pid=pid)
     try:
@@ -190,15 +188,15 @@ STOPPED = "process {pid} is stopped (SIGSTOP, or a debugger holds it)"
 
 
 # ------------------------------------------------------------------------------
-# Where the folders are.
+# The places of the folders.
 
 MEMORY = Path("/dev/shm")
 
 
 def private_base() -> Path:
-    """Return the folder in which this user's jobs of this host have theirs; it may not exist.
+    """Return the parent folder of this user's jobs on this host; it may not exist.
 
-    Another user may have made one of that name first: then it is one that has more behind it.
+    Another user may have made one of that name first: then its name is longer.
     """
     parent = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
     base = parent / f"phalanx-{os.getuid()}"
@@ -208,7 +206,7 @@ def private_base() -> Path:
 
 
 def _is_private(path: Path) -> bool | None:
-    """Whether it is a folder of this user's, in which nobody else may write; None: of nobody."""
+    """Return whether it is a folder that only this user owns and writes; None if it is absent."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -218,9 +216,9 @@ def _is_private(path: Path) -> bool | None:
 
 
 def open_folder(path: Path) -> WatchFolder:
-    """Return the folder at `path`, which is made for this user alone if it is not there.
+    """Return the folder at `path`; make it for this user alone if it is not there.
 
-    `MisuseError` when it cannot be made, or others than this user may write there.
+    `MisuseError` if it cannot be made, or other users may write there.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -236,9 +234,9 @@ def open_folder(path: Path) -> WatchFolder:
 
 
 def make_private_folder(name: str) -> WatchFolder:
-    """Return a folder of this name for a job of this host. Removes those of jobs long over.
+    """Make and return a folder of this name for a job of this host. Remove those of old jobs.
 
-    `MisuseError` when there can be none.
+    `MisuseError` if there can be none.
     """
     base = private_base()
     if _is_private(base) is False:
@@ -258,7 +256,7 @@ def make_private_folder(name: str) -> WatchFolder:
 
 
 def private_folders() -> list[WatchFolder]:
-    """Return the folders of this user's jobs of this host, and of those that ended just now."""
+    """Return the folders of this user's jobs on this host, also of those that ended just now."""
     base = private_base()
     with suppress(OSError):
         if base.lstat().st_uid == os.getuid():

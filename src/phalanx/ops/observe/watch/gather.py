@@ -1,11 +1,11 @@
-"""The states of a job, one after the other, put together from what its ranks publish.
+"""The states of a job, one after the other, put together from its ranks' publications.
 
-    for state in follow(find_job()):     twice a second; the last one says how the job has ended
+    for state in follow(find_job()):     twice a second; the last one has the job's end
         ...
 
 While this is read, the ranks publish; nothing is asked of them otherwise.
 
-Who is slowest: a rank that the others wait for waits little itself. While something stalls, it is
+The slowest rank: the others wait for it, and it waits little itself. While something stalls, it is
 the end of the chain of waits.
 """
 
@@ -29,11 +29,11 @@ from phalanx.ops.observe.watch.server import as_address, token_for_watchers
 from phalanx.ops.observe.watch.state import JobState, RankState
 from phalanx.wire.control import Answer, chain_of_waits
 
-TROUBLE = ("stopped", "dead", "unreachable")  # what a rank may be that others wait for in vain
+TROUBLE = ("stopped", "dead", "unreachable")  # states of a rank that others wait for in vain
 STALL = 2.0  # seconds in one call after which the chain of waits is shown
-_FIRST = 2.0  # seconds that ranks have to see that somebody watches
+_FIRST = 2.0  # seconds that ranks have to notice a watcher
 _APART = 0.1  # by how much of the time one rank waits less than another, to be called slowest
-_MEMORY = 5.0  # seconds over which shares of time are averaged, to tell who is slowest
+_MEMORY = 5.0  # seconds over which shares of time are averaged, to find the slowest rank
 
 GONE = "its launcher has gone without a word: it was killed, perhaps"
 
@@ -43,7 +43,7 @@ def follow(
 ) -> Iterator[JobState]:
     """Yield states of a job, one each `period` seconds; the last one has `ended`.
 
-    Blocks in `sleep` between them. Stop reading when you like: then the ranks stop publishing.
+    Blocks in `sleep` between them. Stop reading at any time: then the ranks stop publishing.
     """
     gatherer = Gatherer()
     state: JobState | None = None
@@ -62,7 +62,7 @@ def follow(
 
 
 def snapshot(read: Read) -> JobState | None:
-    """Return one state, when the ranks have published, or a moment is over. None: it is gone."""
+    """Return one state, when the ranks have published, or a moment later. None: it is gone."""
     began, state = time.monotonic(), None
     known = began  # when something was known of all nodes
     for state in follow(read):
@@ -75,11 +75,11 @@ def snapshot(read: Read) -> JobState | None:
 
 
 # ------------------------------------------------------------------------------
-# What can be said of all ranks together.
+# Facts about all ranks together.
 
 
 class Gatherer:
-    """Adds to each state of a job what follows from all ranks, and from the states before."""
+    """Adds to each state of a job the facts that follow from all ranks, and from states before."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -117,7 +117,7 @@ class Gatherer:
         return min(shares, key=lambda rank: shares[rank])
 
     def _note_silence(self, state: RankState, now: float) -> None:
-        """Say of a rank that runs, and publishes nothing any more, for how long."""
+        """Note of a rank that runs, but publishes no more, for how long."""
         if state.status != "running":
             self._published.pop(state.rank, None)
             return
@@ -135,8 +135,8 @@ def _unknown(rank: int) -> RankState:
 def stalled(ranks: Sequence[RankState]) -> list[int]:
     """Return the chain of waits, if one rank has waited for `STALL` seconds, or for a dead one.
 
-    The first rank is one that waits, and the last one that it waits for in the end; or one that
-    stands in the chain before: they wait for each other.
+    The first rank waits, in the end for the last one. If that one stands in the chain before, too,
+    they wait for each other.
     """
     states = {state.rank: state for state in ranks}
     waiting = [state for state in ranks if state.status == "running" and state.waits_for]
@@ -150,7 +150,7 @@ def stalled(ranks: Sequence[RankState]) -> list[int]:
         return []
     first = max(stuck, key=lambda state: (state.seconds_in, -state.rank))
     answers: dict[int, Answer | None] = {
-        # Who is stopped waits for nobody, whatever it has said before.
+        # A stopped rank waits for nobody, in spite of its last report.
         state.rank: Answer(state.waits_for if state.status == "running" else [], "")
         for state in ranks
     }
@@ -185,7 +185,7 @@ def describe_chain(ranks: Sequence[RankState], chain: Sequence[int]) -> list[str
 
 
 def _doing(state: RankState) -> str:
-    """Return what a rank does, as the rest of a sentence about it."""
+    """Return a rank's action, as the rest of a sentence about it."""
     if state.status == "starting":
         return f"has published nothing: {state.reason or 'it is in no call of Phalanx'}"
     if state.status != "running":
@@ -224,12 +224,12 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def find_job(*places: str) -> Read:
-    """Return what reads the states of a job: at these places, or the only one of this user here.
+    """Return a reader of a job's states: of that at these places, or this user's only one here.
 
     places   a folder, as PHALANX_WATCH named it for the job, or one of those that `jobs` lists; or
-             the addresses, host:port, of all of its nodes, where the token is that of the job
+    the addresses, host:port, of all of its nodes, if the token is that of the job
 
-    `MisuseError` when there is none; when there are several, it lists them.
+    `MisuseError` if there is none; if there are several, it lists them.
     """
     places = tuple(place for place in places if place)
     endpoints = [as_address(place) for place in places]
@@ -257,9 +257,9 @@ def find_job(*places: str) -> Read:
 
 
 def choose(found: Sequence[tuple[WatchFolder, JobState]]) -> WatchFolder:
-    """Return the one folder whose job runs, or whose job has ended last. `MisuseError`: see above.
+    """Return the one folder of a running job, or of the last ended one. `MisuseError`: see above.
 
-    How a job has ended is known for a while, if somebody watched it.
+    The end of a job is known for a while, if somebody watched it.
     """
     running = [(folder, state) for folder, state in found if not state.ended]
     if len(running) == 1:
@@ -281,7 +281,7 @@ def choose(found: Sequence[tuple[WatchFolder, JobState]]) -> WatchFolder:
 def jobs() -> list[tuple[WatchFolder, JobState]]:
     """Return this user's jobs of Phalanx's launchers on this host, and their folders.
 
-    `time` of the states is when something was published last.
+    `time` of a state is that of the last publication.
     """
     found = []
     for folder in private_folders():

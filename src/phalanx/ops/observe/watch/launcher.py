@@ -1,13 +1,12 @@
-"""What the launcher of a host tells those who watch: how the processes of its ranks are.
+"""The launcher's reports to watchers: the status of its ranks' processes.
 
 A rank that is stopped or dead cannot say so itself. The launcher looks at its ranks all the time,
-and reads what they print. While somebody watches it publishes that, beside what the ranks publish
-(folder.py): which are stopped, how the dead have ended, the last line of each, and in the end
-how the job has ended.
+and reads their output. While somebody watches it publishes more than the ranks do (folder.py): the
+stopped ranks, the ends of the dead ones, the last line of each, and at last the job's end.
 
 With several launchers each shows the whole job on its host: when somebody watches on one of them,
-all listen (server.py), and tell each other where through the job's store (nodes.py). Those
-who watch call them.
+all listen (server.py), and exchange their addresses through the job's store (nodes.py). Watchers
+call them.
 """
 
 from __future__ import annotations
@@ -54,10 +53,10 @@ from phalanx.wire.control import Endpoint
 
 
 class NodeWatch(Observer):
-    """What the launcher of one host publishes.
+    """The publisher of one host's launcher.
 
-    `private` is the folder that was made for this job alone, "" if there is none: who ends the job
-    removes it. Where no folder can be made, a line on stderr says so, and the job goes on.
+    `private` is the folder that was made for this job alone, "" if there is none: the end of the
+    job removes it. If no folder can be made, a line on stderr says so, and the job goes on.
     """
 
     def __init__(self, name: str, node: int, environ: Mapping[str, str]) -> None:
@@ -92,8 +91,8 @@ class NodeWatch(Observer):
 
     @override
     def listen(self, toward: Endpoint, token: str, ranks: int) -> str:
-        """As an `Observer`: at the address that leads to `toward`, the launcher of node 0, as the
-        ranks of this node have it, and at a port of PHALANX_PORTS that these leave over.
+        """Listen as an `Observer`: at the address on the route to `toward`, node 0's launcher. Its
+        port is one of PHALANX_PORTS that the ranks leave free.
         """
         if self._folder is None:
             raise MisuseError("it has no folder in which its ranks publish")
@@ -134,7 +133,7 @@ class NodeWatch(Observer):
 
     @override
     def end(self, how: str) -> None:
-        """Tell how the job has ended. Without watchers nothing stays of a private folder."""
+        """Report the end of the job. Without watchers nothing stays of a private folder."""
         self._part.ended = how
         if self._folder is None:
             return
@@ -149,7 +148,7 @@ class NodeWatch(Observer):
                 (self._folder.path / self._file).unlink()
 
     def _tell_others(self) -> None:
-        """Tell who watches here where the other nodes are; have these listen, if they do not."""
+        """Tell watchers here the other nodes' addresses; let these listen, if they do not."""
         if self.nodes is None or not self.private:  # else all nodes publish in one folder
             return
         self.nodes.watching.watched.set()
@@ -186,7 +185,7 @@ class NodeWatch(Observer):
 
 
 def _status(rank: RankProcess) -> tuple[Status, str]:
-    """Return how the process of a rank is, and why, as far as its launcher knows."""
+    """Return the status of a rank's process, and the reason, as far as its launcher knows."""
     if rank.code is None and rank.report is None:
         if is_stopped(rank.process.pid):
             return "stopped", STOPPED.format(pid=rank.process.pid)
@@ -199,6 +198,6 @@ def _status(rank: RankProcess) -> tuple[Status, str]:
 
 
 def _last_line(output: bytes) -> str:
-    """Return the last line that says anything, as a terminal shows it."""
+    """Return the last line that is not empty, as a terminal shows it."""
     lines = output.decode("utf-8", "replace").replace("\r", "\n").split("\n")
     return next((shown for line in reversed(lines) if (shown := plain(line).strip())), "")

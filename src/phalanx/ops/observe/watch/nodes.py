@@ -1,12 +1,12 @@
 """The nodes of one job, read as one.
 
-    phalanx watch --- reads ---> the folder of this host: its ranks; where the others listen
+    phalanx watch --- reads ---> the folder of this host: its ranks, the others' addresses
          |----------- calls ---> node 1's launcher (server.py)
          `----------- calls ---> node 2's launcher
 
-A thread for each of the others reads what comes, and calls again where the connection ends. So one
-that is gone, or out of reach, holds up nobody: its ranks are shown as unreachable, with the name of
-their node and the reason, as long as the others go on.
+A thread for each of the others reads its states, and calls again after the end of a connection. So
+one that is gone, or out of reach, does not delay the others: its ranks are shown as unreachable,
+with the name of their node and the reason, as long as the others go on.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ Read = Callable[[], "JobState | None"]
 class RemoteNode:
     """One node of a job, read by a thread as long as `read` is called.
 
-    name     by which it is shown
-    latest   the state that has come last; None for none
-    problem  why nothing comes from it; "" if something does, or it was not called yet
-    gone     whether nobody listens there any more
+    name     to be shown
+    latest   the latest state; None for none
+    problem  the reason for its silence; "" if it is not silent, or was not called yet
+    gone     whether no process listens there any more
     """
 
     def __init__(self, name: str, endpoint: Endpoint, token: bytes) -> None:
@@ -65,13 +65,13 @@ class RemoteNode:
 
     @property
     def over(self) -> bool:
-        """Whether it has said how the job has ended."""
+        """Return whether it has reported the end of the job."""
         return self.latest is not None and bool(self.latest.ended)
 
     def read(self) -> JobState | None:
-        """Return the state that has come last; None for none. Does not wait.
+        """Return the latest state; None for none. Does not wait.
 
-        Where nothing comes any more, ranks that have not ended are unreachable.
+        If the node is silent, ranks that have not ended are unreachable.
         """
         self._asked = time.monotonic()
         if not self.over and (self._thread is None or not self._thread.is_alive()):
@@ -90,7 +90,7 @@ class RemoteNode:
     def take(self) -> None:
         """Wait for the next state, or for a `problem`; call the node if there is no connection.
 
-        `BackendUnavailableError` when nobody listens there, `AuthenticationError` when the two do
+        `BackendUnavailableError` if no process listens there, `AuthenticationError` if the two do
         not hold the same token.
         """
         if self._socket is None:
@@ -137,7 +137,6 @@ class RemoteNode:
         self.gone = False
 
     def close(self) -> None:
-        """Hang up."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -158,7 +157,7 @@ class RemoteNode:
 
 
 def all_of(nodes: Sequence[RemoteNode]) -> Read:
-    """Return what reads the nodes of a job as one. When all are gone, the job is."""
+    """Return a reader of the nodes of a job as one. When all are gone, the job is."""
 
     def read() -> JobState | None:
         parts = [part for node in nodes if (part := node.read()) is not None]
@@ -175,9 +174,9 @@ def all_of(nodes: Sequence[RemoteNode]) -> Read:
 
 
 class WholeJob:
-    """Reads a job on this host from its folder, and of its other nodes what they say.
+    """Reads a job on this host from its folder, and on its other nodes from their reports.
 
-    own   reads the folder: whether the job has ended is what its launcher says
+    own   reads the folder: its launcher reports the end of the job
     """
 
     def __init__(self, folder: WatchFolder, own: Read) -> None:
@@ -188,7 +187,6 @@ class WholeJob:
         self._ended: float | None = None
 
     def __call__(self) -> JobState | None:
-        """Return the latest state."""
         job, others = self._own(), self._folder.others()
         if job is None or others is None:
             return job
@@ -206,7 +204,7 @@ class WholeJob:
         return job
 
     def _ranks_at(self, place: NodePlace) -> list[RankState]:
-        """Return all ranks of a node, also those of which it has said nothing."""
+        """Return all ranks of a node, also those without a report."""
         node = self._nodes.get(place.node)
         latest = node.read() if node is not None else None
         known = {state.rank: state for state in latest.ranks} if latest is not None else {}

@@ -1,12 +1,12 @@
-"""What a rank does while somebody watches its job: it publishes its state, twice a second.
+"""The publisher of a rank: publishes its state twice a second while somebody watches its job.
 
     nobody watches    once a second, in a call of Phalanx, a look at the marker's time: 18 us
     somebody does     a thread writes the rank's state into the job's folder (folder.py)
     nobody any more   the thread ends, and takes the state back
 
-A rank that is in no call does not see that somebody begins to watch, until its next call, or until
-it logs a step. Until then its launcher says how its process is, and the others for whom they wait.
-Once the thread is there it publishes whatever the rank does, unless the process is stopped.
+A rank outside of calls does not notice a new watcher until its next call, or until it logs a step.
+Until then its launcher reports the status of its process, and other ranks their waits. Once the
+thread is there it publishes at all times, unless the process is stopped.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("phalanx")
 
-LOOK_EVERY = 1.0  # seconds between looks whether somebody watches
+LOOK_EVERY = 1.0  # seconds between looks for watchers
 _FIRST = 0.2  # seconds over which the first rates are taken
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -69,10 +69,10 @@ class Publisher:
         self._thread: threading.Thread | None = None
         self._before: _Sums | None = None
         self._trouble = ""
-        self._due = 0.0  # when this rank looks again where it logs a step
+        self._due = 0.0  # the time of its next look when it logs a step
 
     def begin(self) -> None:
-        """Tell that there is this rank, and from now on see whether somebody watches."""
+        """Publish that there is this rank, and from now on look for watchers."""
         engine = self._engine
         self._write(self._bare())
         engine.transport.every(LOOK_EVERY, self._look)
@@ -80,7 +80,7 @@ class Publisher:
         engine.at_close.append(self._end)
 
     def state(self) -> RankState:
-        """Return what this rank does now; rates are since the call before."""
+        """Return this rank's present state; rates are since the call before."""
         engine = self._engine
         with engine.lock:
             counts, now = engine.count(), engine.now()
@@ -129,7 +129,7 @@ class Publisher:
         return state
 
     def _logged(self) -> None:
-        """Look where the program logs a step, too: a job of one rank makes no calls."""
+        """Look for watchers when the program logs a step, too: a job of one rank makes no calls."""
         now = self._engine.now()
         if now >= self._due:
             self._due = now + LOOK_EVERY
@@ -137,7 +137,7 @@ class Publisher:
                 self._look()
 
     def _look(self) -> None:
-        """See whether somebody watches. Lock held."""
+        """Look for watchers. Lock held."""
         if self._engine.closed:
             return
         if self._thread is None and self._folder.is_watched():
@@ -152,20 +152,20 @@ class Publisher:
         while self._folder.is_watched() and not self._engine.closed:
             self._write(self.state())
             time.sleep(PERIOD)
-        if self._engine.closed:  # what this thread has written last may be of before
+        if self._engine.closed:  # this thread's last publication may be older
             self._write_end()
         else:
             self._write(self._bare())
         self._thread = None
 
     def _end(self) -> None:
-        """Tell that this rank has left. Lock not held."""
+        """Publish that this rank has left. Lock not held."""
         self._write_end()
         if self._server is not None:
             self._server.close()
 
     def _write_end(self) -> None:
-        """Publish the last state of this rank, with what it has logged."""
+        """Publish the last state of this rank, with its logged values."""
         state = self.state()
         state.status, state.reason, state.operation = "ended", "it has closed its backend", ""
         self._write(state)
@@ -193,11 +193,11 @@ class Publisher:
 
 
 class _Sums(NamedTuple):
-    """What has added up so far, of which differences are published.
+    """The sums so far, of which differences are published.
 
     time      on the engine's clock
-    blocked   seconds that threads were blocked in calls, and are; without very short waits
-    waiting   the same as the counters have it, since they began
+    blocked   seconds that threads were and are blocked in calls, without very short waits
+    waiting   the same by the counters, since these began
     calls     seconds of calls, from their beginning to their end, or now
     sent, received   bytes
     """
@@ -228,19 +228,19 @@ class _Sums(NamedTuple):
 
 
 def check(environ: Mapping[str, str]) -> None:
-    """Raise `MisuseError` for an address that is none; a folder is looked at when it is opened."""
+    """Raise `MisuseError` for an invalid address; a folder is checked when it is opened."""
     as_address(environ.get(VARIABLE, ""))
 
 
 def begin(
     backend: Backend, world: World | None = None, environ: Mapping[str, str] = os.environ
 ) -> None:
-    """Publish this rank's state while somebody watches, if the environment says where.
+    """Publish this rank's state while somebody watches, at the place in the environment.
 
-    `world` is what the launcher says; by default what it left in the environment. At an address the
-    first rank of each host serves what the ranks there publish. `MisuseError` when PHALANX_WATCH
-    names a folder or an address that is not fit for it; the backend is gone then. Where no folder
-    of this user's can be made for an address, a line in the log says so, and the job goes on.
+    `world` is the launcher's description; by default that in the environment. At an address the
+    first rank of each host serves the states of the ranks there. `MisuseError` if PHALANX_WATCH
+    names a folder or an address that is not fit for it; the backend is gone then. If no folder of
+    this user's can be made for an address, a line in the log says so, and the job goes on.
     """
     place = environ.get(VARIABLE, "")
     if not place:

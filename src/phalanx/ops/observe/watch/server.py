@@ -1,14 +1,15 @@
-"""A job's folder over the network, for who holds the job's token: `PHALANX_WATCH=host:port`, and
-between the nodes of a job of `phalanx run`.
+"""A job's folder over the network, for holders of the job's token.
+
+It serves `PHALANX_WATCH=host:port`, and the nodes of a job of `phalanx run`.
 
     watcher                              node: its launcher, or its first rank
       | HELLO ... WELCOME (wire/handshake.py): both prove that they hold the token
       | <- one line of JSON, a `JobState`, twice a second, until either end closes
 
-The node only listens. A thread lets callers in, by the rules of an `Acceptor`: whoever proves
-nothing takes no watcher's place. Another thread serves each watcher: it touches the marker in the
-folder, so that the ranks of this host publish, and sends what stands there. A watcher has 2 s to
-take a line; there are `MOST_WATCHERS` at a time. Who calls is nodes.py.
+The node only listens. A thread lets callers in, by the rules of an `Acceptor`: a caller without
+proof takes no watcher's place. Another thread serves each watcher: it touches the marker in the
+folder, so that the ranks of this host publish, and sends their states. A watcher has 2 s to
+take a line; there are `MOST_WATCHERS` at a time. The caller is nodes.py.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ NODE, WATCHER = (Identity("phalanx watch", 0, rank, 2) for rank in (0, 1))
 
 
 def as_address(place: str) -> Endpoint | None:
-    """Return the address that `place` is; None where it is a folder."""
+    """Return the address in `place`; None if it is a folder."""
     if re.fullmatch(r"[^/]+:[0-9]+", place) is None:
         return None
     try:
@@ -45,7 +46,7 @@ def as_address(place: str) -> Endpoint | None:
 
 
 def token_for_watchers(place: str) -> bytes:
-    """Return the job's token. `MisuseError` where the environment has none: who else may look?"""
+    """Return the job's token. `MisuseError` if the environment has none: anyone could watch."""
     token = find_token()
     if not token:
         raise MisuseError(
@@ -57,9 +58,9 @@ def token_for_watchers(place: str) -> bytes:
 
 
 class WatchServer(DoorServer):
-    """Serves the folder of a job to watchers on other hosts, who call this listener.
+    """Serves the folder of a job to watchers on other hosts, which call this listener.
 
-    Who is connected is served as long as this process lives, also when it has been closed.
+    Connected watchers are served as long as this process lives, also after `close`.
     """
 
     label, callers = "the watched node", MOST_WATCHERS
@@ -70,7 +71,7 @@ class WatchServer(DoorServer):
         super().__init__(listener, token, NODE)
 
     def finish(self) -> None:
-        """Listen no more, and wait until the watchers have the last state, a moment at most."""
+        """Listen no more, and wait at most a moment until the watchers have the last state."""
         self.close()
         deadline = time.monotonic() + _LAST_WORDS
         for thread in self._serving:

@@ -1,9 +1,9 @@
-"""What a job looks like at one moment: what ranks publish, and what `phalanx watch` shows.
+"""The state of a job at one moment: published by ranks, shown by `phalanx watch`.
 
-    RankState      one rank, as it says itself; its launcher adds whether it is stopped or dead
-    JobState       all ranks, who is slowest, and who waits for whom
+    RankState      one rank, by itself; its launcher adds whether it is stopped or dead
+    JobState       all ranks, the slowest one, and the chain of waits
 
-All are JSON (msgspec), never pickle. Who reads what others have written bounds it: `read_state`.
+All are JSON (msgspec), never pickle. Readers of other processes' states bound them: `read_state`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Status = Literal["starting", "running", "stopped", "dead", "unreachable", "ended
     ended     it has ended well: exit code 0, or 75 after a notice; or it has left the job
 """
 
-MOST_VALUES = 16  # of what the program logs
+MOST_VALUES = 16  # of the logged values
 MOST_RANKS = 64  # of those for which a rank says it waits
 MOST_BYTES = 1 << 20  # of one file of states
 
@@ -35,20 +35,20 @@ MOST_BYTES = 1 << 20  # of one file of states
 class RankState(msgspec.Struct, kw_only=True):
     """One rank at one moment. Numbers that are not known are 0, and texts "".
 
-    rank, host, pid     who it is: its rank in the job, the name of its host, its process
+    rank, host, pid     its rank in the job, the name of its host, its process
     machine             the same for processes that see each other's numbers: of one host
-    generation          how often the ranks of the job have been started again before
-    time                when this was taken: seconds since 1970, by that host's clock
-    status, reason      what its process does; the reason in words, where it is stopped or dead
+    generation          number of earlier starts of the job's ranks
+    time                of this state: seconds since 1970, by that host's clock
+    status, reason      of its process; the reason in words, if it is stopped or dead
     step                the number of the step that has ended last, if the program logs it; or None
-    step_seconds        how long that step took
+    step_seconds        duration of that step
     operation           the call that is under way, such as "all_reduce"; "" for none: it computes
-    signature           what the call is about, such as "float32 [32], sum"
+    signature           arguments of the call, such as "float32 [32], sum"
     group               the ranks of its group, in words; "" for all ranks
     where               the line of the program, such as "train.py:57"
-    sequence            the number of the call in its group; None where there is no call
+    sequence            the number of the call in its group; None if there is no call
     seconds_in          seconds for which the call has been under way
-    waits_for           ranks (of the job) for which the call waits now; empty where it computes
+    waits_for           ranks (of the job) for which the call waits now; empty if it computes
     last_call           the call that ended last, in words
     waiting             share of time (0..1) blocked in calls, since the state before this one
     communicating       share of time (0..1) in which calls were under way and it was not blocked:
@@ -56,7 +56,7 @@ class RankState(msgspec.Struct, kw_only=True):
     sent, received      bytes a second, to and from all peers, since the state before
     memory              bytes of memory that the process has (resident)
     log                 the last line that it has printed, without control characters
-    values              what the program logs, such as the loss, by name. A number that JSON does
+    values              logged values, such as the loss, by name. A number that JSON does
                         not have is text: "nan", "inf", "-inf"
     """
 
@@ -91,14 +91,14 @@ class JobState(msgspec.Struct, kw_only=True):
     """A job at one moment.
 
     name        the script, or module, with its arguments
-    world_size  how many ranks there are
-    time        when this was taken: seconds since 1970, by the watcher's clock
+    world_size  number of ranks
+    time        of this state: seconds since 1970, by the watcher's clock
     ranks       all of them, in rank order; also those that have published nothing
-    generation  how often all ranks have been started again
+    generation  number of earlier starts of all ranks
     slowest     the rank that the others wait for: at the end of the chain, or the one that waits
-                least; None where all wait alike
-    chain       while something stalls: who waits for whom, one line each; else empty
-    ended       how the job has ended, in words; "" while it runs. It is the last state then
+    least; None if all wait alike
+    chain       while something stalls: its waits, one line each; else empty
+    ended       the end of the job, in words; "" while it runs. It is the last state then
     """
 
     name: str
@@ -117,12 +117,12 @@ _TEXTS = tuple(
 
 
 def number(value: float) -> float | str:
-    """Return a logged number as it stands in `RankState.values`."""
+    """Return a logged number in the form of `RankState.values`."""
     return value if math.isfinite(value) else str(float(value))
 
 
 def read_state(data: bytes) -> JobState | None:
-    """Return the state that somebody has written, with all of it `bounded`; None if it is none."""
+    """Return the state in another process's bytes, all of it `bounded`; None if it is none."""
     try:
         job = msgspec.json.decode(data, type=learned(JobState))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -133,9 +133,9 @@ def read_state(data: bytes) -> JobState | None:
 
 
 def bounded(state: RankState) -> RankState:
-    """Return `state`, as somebody has published it, with bounded lists, plain texts, real shares.
+    """Return a published `state` with bounded lists, plain texts, real shares.
 
-    What is read is one rank's word: it may hold anything that its types allow.
+    It comes from another process, and may hold anything that its types allow.
     """
     for name in _TEXTS:
         setattr(state, name, plain(getattr(state, name)))

@@ -10,8 +10,8 @@
     -> for rank 2, which is stopped: process 4711 is stopped (SIGSTOP, or a debugger holds it)
     ranks 0, 3 wait, too
 
-Wide terminals show more columns. Where there are more ranks than lines, those that matter are
-shown: the slowest, what is stopped or dead, and who waits longest; a line sums up the others.
+Wide terminals show more columns. If there are more ranks than lines, the table has those that
+matter: the slowest, stopped or dead ones, and the longest waits; a line sums up the others.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from rich.text import Text
 from phalanx.ops.observe.watch.gather import TROUBLE, ranks_in_words
 from phalanx.ops.observe.watch.state import JobState, RankState
 
-WIDE_ENOUGH = 200  # columns where the output is no terminal, and has no width of its own
+WIDE_ENOUGH = 200  # columns if the output is no terminal, and has no width of its own
 
 
 class _Column(NamedTuple):
-    """One column: from which width of the terminal on there is one, and what stands in it."""
+    """One column: the least width of a terminal that has it, and its content."""
 
     title: str
     from_width: int
@@ -63,9 +63,9 @@ def as_json(state: JobState) -> str:
 
 
 def picture(state: JobState, width: int, height: int | None = None) -> RenderableType:
-    """Return what shows `state` on so many columns, and lines if they are given."""
+    """Return `state` as a picture of `columns`, and of `lines` if they are given."""
     above = [_headline(state, width)]
-    # Where there is no end of lines, nothing is cut off.
+    # If there is no limit of lines, nothing is cut off.
     below = [
         Text(line, style="bold yellow", no_wrap=height is not None, overflow="ellipsis")
         for line in state.chain
@@ -108,7 +108,7 @@ def _headline(state: JobState, width: int) -> Text:
 
 
 def _values(ranks: Sequence[RankState]) -> str:
-    """Return what ranks log: the value of the first that does, and between what they are."""
+    """Return the ranks' logged values: that of the first one, and the range of all."""
     told = ""
     names = dict.fromkeys(name for state in ranks for name in state.values)
     for name in names:

@@ -3,13 +3,13 @@
     gather.follow -> Feed -> GET /<word>/          page.html, with its style and script
                           -> GET /<word>/events    server-sent events, one for each state
 
-An event holds the latest `JobState`, and a `Sample` of each state that its page has not had: they
-are what the timeline and the plots are drawn from. Who opens the page later gets those of the last
-minute at once. A page that is slow to read misses states, and no samples.
+An event holds the latest `JobState`, and a `Sample` of each state that its page has not had: the
+data of the timeline and the plots. A page opened later gets those of the last minute at once. A
+page that is slow to read misses states, and no samples.
 
-Who may look: whoever knows the word in the address, which is drawn at random for each start. The
-server listens on loopback only, may only be called by a name of loopback, and answers nothing but
-GET. Its bounds are those of http_server.py.
+Access: only with the word in the address, which is drawn at random for each start. The server
+listens on loopback only, takes only names of loopback as `Host`, and answers nothing but GET. Its
+bounds are those of http_server.py.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _STATUS = {
 
 
 class Sample(msgspec.Struct, kw_only=True):
-    """What is drawn of one state of a job.
+    """The data that a page draws of one state of a job.
 
     time           seconds since 1970, by the watcher's clock
     ranks          three characters for each rank: shares of time communicating and waiting, 0..z,
                    and its status (see `_STATUS`)
     steps          seconds that the last step of the fastest and the slowest rank took
     sent, received bytes a second, of all ranks together
-    values         means over the ranks of what the program logs, such as the loss
+    values         means over the ranks of logged values, such as the loss
     """
 
     time: float
@@ -69,7 +69,7 @@ class Sample(msgspec.Struct, kw_only=True):
 
 
 def sample(job: JobState) -> Sample:
-    """Return what is drawn of a state."""
+    """Return the data to draw of a state."""
     steps = [rank.step_seconds for rank in job.ranks if rank.step_seconds > 0]
     logged: dict[str, list[float]] = {}
     for rank in job.ranks:
@@ -109,7 +109,7 @@ class Feed:
         self._changed = threading.Condition()
 
     def put(self, job: JobState) -> None:
-        """A new state has come."""
+        """Add a new state for all pages."""
         state, drawn = msgspec.json.encode(job), msgspec.json.encode(sample(job))
         with self._changed:
             self.number += 1
@@ -120,7 +120,7 @@ class Feed:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """No state comes any more."""
+        """End the feed: no state comes any more."""
         with self._changed:
             self.over = True
             self._changed.notify_all()
@@ -142,9 +142,9 @@ class Feed:
 class PageServer(HttpServer):
     """Serves the page of one feed on loopback, at a port of its own if it is 0.
 
-    address   what to open in a browser; it lets anybody in who has it
+    address   to open in a browser; anybody with it has access
 
-    Raises `MisuseError` if the port cannot be had.
+    Raises `MisuseError` if the port is not available.
     """
 
     remedy = "open it as 127.0.0.1 or localhost"

@@ -1,23 +1,23 @@
-"""How the ranks of a group meet through a store, and whose word in it counts.
+"""The rendezvous of a group's ranks through a store, and which of its entries a rank believes.
 
-    every rank   counts how often it has met here; puts its presence: host, process, a nonce
-    rank 0       reads what all have put; listens; puts an answer for each rank, with its nonce
+    every rank   counts its rendezvous here; puts an announcement: host, process, a nonce
+    rank 0       reads all of them; listens; puts an answer for each rank, with its nonce
     the others   read theirs, and connect
 
 Keys carry the count, because a store may outlive the group: under torchrun a second
-`init_process_group` finds the keys of the first one. A word of an earlier start does not carry this
+`init_process_group` finds the keys of the first one. An entry of an earlier start lacks this
 start's nonce, so it is not believed.
 
-Who can write into the store decides what a word is worth (`Trust`):
+The possible writers of the store decide how far its entries are trusted (`Trust`):
 
-    door     the launcher's own store: who writes there has proved that he holds the token
-    sealed   torch's store, which anybody can write to, and PHALANX_TOKEN: each word has a seal,
+    door     the launcher's own store: its writers have proved that they hold the token
+sealed   torch's store, which anybody can write to, and PHALANX_TOKEN: each entry has a seal,
              HMAC-SHA256 over key, value, job, generation, group and the rank that writes it, and
-             its key is one that nobody finds without the token. Other words go for nothing
+             its key is one that nobody finds without the token. Others are ignored
     local    torch's store without a token: only addresses of this host are taken
-    all      PHALANX_TRUST_STORE=1 without a token: any address is, and a fresh token with it
+    all      PHALANX_TRUST_STORE=1 without a token: any address, and a fresh token with it
 
-No word becomes code: errors are made of a fixed table of classes, and text is shown as text.
+No entry becomes code: errors are made of a fixed table of classes, and text is shown as text.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ TRUST_VARIABLE = "PHALANX_TRUST_STORE"
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1  # seconds between two tries
 _AGAIN = 0.5  # seconds until a word that may have been overwritten is put once more
-_LONGEST_WORD, _LONGEST_TEXT = 8192, 2000  # bytes of a word; characters of an error in it
-_MARK = "sealed"  # stands where a word would without a token, and says nothing
+_LONGEST_ENTRY, _LONGEST_TEXT = 8192, 2000  # bytes of a word; characters of an error in it
+_MARK = "sealed"  # the empty entry, in the place of one, if there is no token
 
 
 def tries(deadline: float) -> Iterator[float]:
     """Yield the seconds left until `deadline` (of the monotonic clock), for each try until then.
 
-    The pauses between them become longer. What another process has to do first is tried in this
-    way, because a wait inside torch's store hears no signal.
+    The pauses between them become longer. This is how to wait for another process, because a wait
+    inside torch's store handles no signal.
     """
     pause = _FIRST_PAUSE
     while True:
@@ -76,17 +76,17 @@ def tries(deadline: float) -> Iterator[float]:
 
 
 def trust_in_torchs_store(environ: Mapping[str, str] = os.environ) -> Trust:
-    """Return what a word in a store of torch's is worth in this environment."""
+    """Return how far this environment trusts the entries of a store of torch's."""
     if find_token(environ):
         return "sealed"
     return "all" if environ.get(TRUST_VARIABLE, "") == "1" else "local"
 
 
-class Words:
-    """What the ranks of one group have put into a store.
+class Entries:
+    """The entries of one group's ranks in a store.
 
-    scope     job, generation and group: a word of one goes for nothing in another
-    strange   how many words were ignored, of those that this rank has looked for
+    scope     job, generation and group: an entry of one is ignored in another
+    strange   how many of the entries that this rank has looked for were ignored
     """
 
     def __init__(self, store: Store, scope: Sequence[str | int], trust: Trust) -> None:
@@ -98,11 +98,11 @@ class Words:
         self._prefix = f"phalanx/{'/'.join(map(str, scope))}/"
 
     def count(self, rank: int) -> int:
-        """Return how often this rank has met here, with this time."""
+        """Return the number of this rank's rendezvous here, with this one."""
         return int(self._store.add(self._place(f"count/{rank}"), 1))
 
     def put(self, key: str, writer: int, text: str) -> None:
-        """Put a word of rank `writer`."""
+        """Put an entry of rank `writer`."""
         if not self._token:
             self._store.set(self._prefix + key, text)
             return
@@ -110,9 +110,9 @@ class Words:
         self._store.set(self._prefix + key, _MARK)
 
     def look(self, key: str, writer: int, seconds: float = 0.0) -> str | None:
-        """Return the word of rank `writer` at this key; None if there is none of its own.
+        """Return the entry of rank `writer` at this key; None if there is none of its own.
 
-        The launcher's store is asked to wait for it, so many seconds; others are not.
+        The launcher's store waits for it, at most `seconds`; others do not.
         """
         if self.trust == "door":
             return (self._store.wait(self._place(key), seconds) or b"").decode()
@@ -126,8 +126,9 @@ class Words:
         return None
 
     def look_beside(self, key: str, writer: int) -> bool:
-        """Return whether that rank has a token, where this rank has none. Where it has one, and
-        that rank another, or none, that counts as strange.
+        """Return whether that rank has a token, if this rank has none.
+
+        If this rank has one, and that rank another or none, that counts as strange.
         """
         found = self._read(self._prefix + key)
         if self._token and found and self.look(key, writer) is None:
@@ -138,7 +139,7 @@ class Words:
         if not self._store.check([key]):
             return None
         found = bytes(self._store.get(key) or b"")
-        return found.decode("utf-8", "replace") if len(found) <= _LONGEST_WORD else ""
+        return found.decode("utf-8", "replace") if len(found) <= _LONGEST_ENTRY else ""
 
     def _ignore(self, key: str, writer: int) -> None:
         self.strange += 1
@@ -164,10 +165,10 @@ class Words:
         return hmac.new(self._token, said, "sha256").hexdigest()
 
 
-class Presence(msgspec.Struct, frozen=True):
-    """What a rank puts into the store: where it is, and what it was told.
+class Announcement(msgspec.Struct, frozen=True):
+    """A rank's entry in the store: its place, and its arguments.
 
-    nonce   random, of this one meeting
+    nonce   random, of this one rendezvous
     gpu     whether it has a GPU of its own, for NCCL
     """
 
@@ -178,8 +179,8 @@ class Presence(msgspec.Struct, frozen=True):
     gpu: bool = False
 
 
-class MeetingAnswer(msgspec.Struct, frozen=True):
-    """What rank 0 puts there for one rank: where it listens, or why it does not.
+class RendezvousAnswer(msgspec.Struct, frozen=True):
+    """Rank 0's entry for one rank: its address, or the reason why there is none.
 
     nonce   that of the rank which it answers
     token   of the mesh; "" for that of the environment, if it has one
@@ -205,16 +206,16 @@ _ERRORS: Mapping[str, type[DistributedError]] = MappingProxyType(
 )
 
 
-class Meeting:
-    """One rank's part in one meeting: `come()`, then `tell()`, on every rank.
+class StoreRendezvous:
+    """One rank's part in one rendezvous: `announce()`, then `exchange()`, on every rank.
 
     timeout   seconds for both
-    op        what the user has called, for errors
+    op        the user's call, for errors
     """
 
     def __init__(
         self,
-        words: Words,
+        entries: Entries,
         rank: int,
         world_size: int,
         timeout: float,
@@ -222,33 +223,33 @@ class Meeting:
         *,
         gpu: bool = False,
     ) -> None:
-        self.words, self.rank, self.world_size, self.op = words, rank, world_size, op
+        self.entries, self.rank, self.world_size, self.op = entries, rank, world_size, op
         self.timeout = timeout
         self.deadline = time.monotonic() + timeout
-        self._own = Presence(host_id(), os.getpid(), world_size, secrets.token_hex(16), gpu)
-        self._word = msgspec.json.encode(self._own).decode()
+        self._own = Announcement(host_id(), os.getpid(), world_size, secrets.token_hex(16), gpu)
+        self._entry = msgspec.json.encode(self._own).decode()
         self._count = 0
         self._stale = False  # whether rank 0's answer is one to an earlier start of this rank
-        self._others: list[Presence] = []  # those of all ranks, on rank 0
+        self._others: list[Announcement] = []  # those of all ranks, on rank 0
 
     def left(self) -> float:
         """Return the seconds until the deadline."""
         return self.deadline - time.monotonic()
 
-    def come(self) -> bool:
-        """Say that this rank is here. On rank 0 wait for all, and return whether all are on one
-        host. What is wrong there is told to the others.
+    def announce(self) -> bool:
+        """Announce this rank. On rank 0 wait for all, and return whether all are on one host.
 
-        `CollectiveTimeoutError` names who has not come. `MisuseError` if two processes are one
-        rank, `InvalidWorldSizeError` if ranks disagree on their number.
+        Rank 0 tells the others of a problem there. `CollectiveTimeoutError` names the absent ranks.
+        `MisuseError` if two processes are one rank, `InvalidWorldSizeError` if ranks disagree on
+        their number.
         """
         with self._use_store():
-            return self._come_first()
+            return self._announce()
 
-    def _come_first(self) -> bool:
-        self._count = self.words.count(self.rank)
+    def _announce(self) -> bool:
+        self._count = self.entries.count(self.rank)
         last = f"last/{self.rank}"
-        before = self._presence(last, self.rank)
+        before = self._announcement(last, self.rank)
         if before is not None and before.host == self._own.host and self._is_twin(before.process):
             raise self._error(
                 MisuseError,
@@ -256,41 +257,42 @@ class Meeting:
                 f"of this host, which is alive (this is process {os.getpid()}): do two jobs "
                 "have one MASTER_PORT, or did two processes get one RANK?",
             )
-        self.words.put(last, self.rank, self._word)
-        self._come()
+        self.entries.put(last, self.rank, self._entry)
+        self._put_announcement()
         if self.rank:
             return False
         try:
             self._others = [self._own, *map(self._await, range(1, self.world_size))]
             one_host = len({each.host for each in self._others}) == 1
-            if self.words.trust == "local" and not one_host:
+            if self.entries.trust == "local" and not one_host:
                 raise self._untrusted()
         except DistributedError as error:
             self.fail(error)
             raise
         return one_host
 
-    def tell(self, address: str = "", token: str = "") -> MeetingAnswer:
-        """As rank 0, tell all ranks this address, and this token if the store is trusted with one.
-        Return what rank 0 has told. Blocks until it has; raises what `fail` has told.
+    def exchange(self, address: str = "", token: str = "") -> RendezvousAnswer:
+        """As rank 0, tell all ranks this address, and the token if the store may have one.
+
+        Return rank 0's answer. Blocks until it is there; raises the error of `fail`.
         """
         with self._use_store():
-            return self._hear() if self.rank else self._tell(address, token)
+            return self._read_answer() if self.rank else self._publish(address, token)
 
-    def _tell(self, address: str, token: str) -> MeetingAnswer:
-        token = token if self.words.trust == "all" else ""
+    def _publish(self, address: str, token: str) -> RendezvousAnswer:
+        token = token if self.entries.trust == "all" else ""
         gpu = all(each.gpu for each in self._others)
-        answer = MeetingAnswer(address=address, token=token, gpu=gpu)
+        answer = RendezvousAnswer(address=address, token=token, gpu=gpu)
         for rank, other in enumerate(self._others):
             self._answer(rank, msgspec.structs.replace(answer, nonce=other.nonce))
         return answer
 
     def fail(self, error: DistributedError) -> None:
-        """As rank 0, tell all that have come why they do not meet."""
+        """As rank 0, tell all ranks that have come why the rendezvous fails."""
         kind, peer = type(error).__name__, error.peer or 0
-        answer = MeetingAnswer(error=kind, reason=str(error)[:_LONGEST_TEXT], peer=peer)
+        answer = RendezvousAnswer(error=kind, reason=str(error)[:_LONGEST_TEXT], peer=peer)
         for rank in range(1, self.world_size):
-            other = self._presence(self._key(rank), rank)
+            other = self._announcement(self._key(rank), rank)
             if other is not None:
                 self._answer(rank, msgspec.structs.replace(answer, nonce=other.nonce))
 
@@ -312,25 +314,25 @@ class Meeting:
     ) -> DistributedError:
         return kind(text, rank=self.rank, peer=peer, op=self.op)
 
-    def _come(self) -> None:
-        self.words.put(self._key(self.rank), self.rank, self._word)
+    def _put_announcement(self) -> None:
+        self.entries.put(self._key(self.rank), self.rank, self._entry)
 
-    def _answer(self, rank: int, answer: MeetingAnswer) -> None:
-        self.words.put(self._key(f"answer/{rank}"), 0, msgspec.json.encode(answer).decode())
+    def _answer(self, rank: int, answer: RendezvousAnswer) -> None:
+        self.entries.put(self._key(f"answer/{rank}"), 0, msgspec.json.encode(answer).decode())
 
     def _key(self, what: object) -> str:
         return f"{self._count}/{what}"
 
-    def _await(self, rank: int) -> Presence:
-        """Return what `rank` has put there. Blocks until it has."""
-        for found in self._looks(rank, self._key(rank)):
-            other = _decode(found, Presence)
+    def _await(self, rank: int) -> Announcement:
+        """Block until `rank` has put its entry there; return it."""
+        for found in self._poll(rank, self._key(rank)):
+            other = _decode(found, Announcement)
             if other is not None:
                 self._compare(rank, other)
                 return other
         raise self._nobody(rank)
 
-    def _compare(self, rank: int, other: Presence) -> None:
+    def _compare(self, rank: int, other: Announcement) -> None:
         if other.world_size != self.world_size:
             raise self._error(
                 InvalidWorldSizeError,
@@ -339,10 +341,10 @@ class Meeting:
                 rank,
             )
 
-    def _hear(self) -> MeetingAnswer:
-        """Return rank 0's answer to this rank, and to this coming of it."""
-        for found in self._looks(0, self._key(f"answer/{self.rank}")):
-            answer = _decode(found, MeetingAnswer)
+    def _read_answer(self) -> RendezvousAnswer:
+        """Return rank 0's answer to this rank's announcement."""
+        for found in self._poll(0, self._key(f"answer/{self.rank}")):
+            answer = _decode(found, RendezvousAnswer)
             if answer is None or answer.nonce != self._own.nonce:
                 self._stale = answer is not None
                 continue
@@ -350,25 +352,25 @@ class Meeting:
                 kind = _ERRORS.get(answer.error, DistributedError)
                 text = f"rank {self.rank}: rank 0 says: {plain(answer.reason, _LONGEST_TEXT)}"
                 raise self._error(kind, text, answer.peer)
-            if self.words.trust == "local" and not _is_here(answer.address):
+            if self.entries.trust == "local" and not _is_here(answer.address):
                 raise self._untrusted()
             return answer
         raise self._nobody(0)
 
-    def _looks(self, writer: int, key: str) -> Iterator[str]:
-        """Yield what `writer` has put at `key`, as often as it is looked at until the deadline."""
+    def _poll(self, writer: int, key: str) -> Iterator[str]:
+        """Yield the entry of `writer` at `key`, once a try, until the deadline."""
         beside = time.monotonic() + _AGAIN
         for left in tries(self.deadline):
-            found = self.words.look(key, writer, min(left, _AGAIN))
+            found = self.entries.look(key, writer, min(left, _AGAIN))
             if found:
                 yield found
-            elif time.monotonic() > beside and self.words.trust != "door":
+            elif time.monotonic() > beside and self.entries.trust != "door":
                 beside = time.monotonic() + _AGAIN
-                self._come()
-                there = self._presence(self._key(writer), writer)
+                self._put_announcement()
+                there = self._announcement(self._key(writer), writer)
                 if there is not None:  # rank 0 may have left, for what others have told it
                     self._compare(writer, there)
-                if self.words.look_beside(self._key(writer), writer):
+                if self.entries.look_beside(self._key(writer), writer):
                     raise self._error(
                         AuthenticationError,
                         f"rank {self.rank} and rank {writer} do not hold the same token: rank "
@@ -376,9 +378,9 @@ class Meeting:
                         writer,
                     )
 
-    def _presence(self, key: str, rank: int) -> Presence | None:
-        found = self.words.look(key, rank)
-        return _decode(found, Presence) if found else None
+    def _announcement(self, key: str, rank: int) -> Announcement | None:
+        found = self.entries.look(key, rank)
+        return _decode(found, Announcement) if found else None
 
     def _untrusted(self) -> DistributedError:
         return self._error(
@@ -401,15 +403,15 @@ class Meeting:
 
     def _nobody(self, rank: int) -> CollectiveTimeoutError:
         ranks = [each for each in range(self.world_size) if each != self.rank]
-        missing = [each for each in ranks if self._presence(self._key(each), each) is None]
+        missing = [each for each in ranks if self._announcement(self._key(each), each) is None]
         missing = missing or [rank]
         names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         they = "they" if len(missing) > 1 else "it"
         strange = ""
-        if self.words.strange:
+        if self.entries.strange:
             strange = (
-                f"; {self.words.strange} times something stood there that is not sealed with this "
-                "rank's token: do all ranks hold the same PHALANX_TOKEN?"
+                f"; {self.entries.strange} times something stood there that is not sealed with "
+                "this rank's token: do all ranks hold the same PHALANX_TOKEN?"
             )
         if self._stale:
             strange += (
@@ -427,11 +429,11 @@ class Meeting:
         )
 
 
-_T = TypeVar("_T", Presence, MeetingAnswer)
+_T = TypeVar("_T", Announcement, RendezvousAnswer)
 
 
 def _is_here(address: str) -> bool:
-    """Return whether an address is one that only this host can reach."""
+    """Return whether only this host can reach an address."""
     try:
         return is_loopback(parse_address(address).host)
     except ValueError:
@@ -439,7 +441,7 @@ def _is_here(address: str) -> bool:
 
 
 def _decode(text: str, kind: type[_T]) -> _T | None:
-    """Return what a word says; None if it is no such word."""
+    """Return the message in an entry; None if it is none of this kind."""
     try:
         return msgspec.json.decode(text, type=learned(kind))
     except (msgspec.MsgspecError, UnicodeError, RecursionError):

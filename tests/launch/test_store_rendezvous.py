@@ -19,8 +19,13 @@ from phalanx.errors import (
     DistributedError,
     InvalidWorldSizeError,
 )
-from phalanx.native import meeting
-from phalanx.native.meeting import Meeting, MeetingAnswer, Words, trust_in_torchs_store
+from phalanx.native import store_rendezvous
+from phalanx.native.store_rendezvous import (
+    Entries,
+    RendezvousAnswer,
+    StoreRendezvous,
+    trust_in_torchs_store,
+)
 
 TOKEN = "a token of many letters"
 SCOPE = ("job", 0, "")
@@ -41,13 +46,15 @@ def token(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def meet(
     store: Any, rank: int, size: int = 2, timeout: float = 20.0, address: str = ADDRESS
-) -> MeetingAnswer:
-    one = Meeting(Words(store, SCOPE, trust_in_torchs_store()), rank, size, timeout, "init")
-    one.come()
-    return one.tell(address, "a fresh token")
+) -> RendezvousAnswer:
+    one = StoreRendezvous(
+        Entries(store, SCOPE, trust_in_torchs_store()), rank, size, timeout, "init"
+    )
+    one.announce()
+    return one.exchange(address, "a fresh token")
 
 
-def all_ranks(store: Any, size: int = 2) -> list[MeetingAnswer]:
+def all_ranks(store: Any, size: int = 2) -> list[RendezvousAnswer]:
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(lambda rank: meet(store, rank, size), range(size)))
 
@@ -63,7 +70,7 @@ def failures(*calls: Callable[[], Any]) -> list[Any]:
         return list(pool.map(run, calls))
 
 
-def words_of(store: Any) -> dict[str, bytes]:
+def entries_of(store: Any) -> dict[str, bytes]:
     return {key: bytes(store.get(key)) for key in store.list_keys()}
 
 
@@ -76,7 +83,7 @@ def test_all_ranks_hear_the_address_of_rank_0_each_time_they_meet(token: str) ->
 def test_neither_the_token_nor_an_address_by_a_known_key_is_in_the_store(token: str) -> None:
     store = dist.HashStore()
     all_ranks(store)
-    for key, value in words_of(store).items():
+    for key, value in entries_of(store).items():
         assert token.encode() not in value
         if b"127.0.0.1" in value:
             assert "answer" not in key
@@ -88,7 +95,7 @@ def test_who_takes_the_place_of_a_word_is_not_believed(token: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PHALANX_TOKEN", TOKEN[::-1])
         all_ranks(theirs)
-    stolen = list(words_of(theirs).values())
+    stolen = list(entries_of(theirs).values())
     store, over = dist.HashStore(), threading.Event()
 
     def overwrite() -> None:
@@ -122,7 +129,7 @@ def test_a_word_at_every_key_that_is_known_delays_nobody(token: str) -> None:
     assert time.monotonic() - began < 10
 
 
-def test_words_of_an_earlier_meeting_are_not_believed(token: str) -> None:
+def test_entries_of_an_earlier_rendezvous_are_not_believed(token: str) -> None:
     """He puts those of an earlier start with the same token and name into the store. Rank 0 answers
     them, and the rank that has come now is told so in the end.
     """
@@ -130,7 +137,7 @@ def test_words_of_an_earlier_meeting_are_not_believed(token: str) -> None:
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda rank: meet(before, rank, address="127.0.0.1:1"), range(2)))
     again = dist.HashStore()
-    for key, value in words_of(before).items():
+    for key, value in entries_of(before).items():
         if not value.isdigit():
             again.set(key, value.decode())
     assert meet(again, 0, timeout=2.0).address == ADDRESS  # before rank 1 has come
@@ -141,12 +148,12 @@ def test_words_of_an_earlier_meeting_are_not_believed(token: str) -> None:
 
 def test_a_word_counts_for_its_writer_key_and_scope_only(token: str) -> None:
     store = dist.HashStore()
-    own = Words(store, SCOPE, "sealed")
+    own = Entries(store, SCOPE, "sealed")
     own.put("key", 0, "word")
     assert own.look("key", 0) == "word"
     assert own.look("key", 1) is None
     for scope in (("other", 0, ""), ("job", 1, ""), ("job", 0, "group")):
-        other = Words(store, scope, "sealed")
+        other = Entries(store, scope, "sealed")
         assert other.look("key", 0) is None
         store.set(other._place("key"), store.get(own._place("key")))
         assert other.look("key", 0) is None
@@ -162,11 +169,11 @@ def test_ranks_with_different_tokens_are_told_of_the_token(
     parts = []
     for rank, secret in enumerate((TOKEN, TOKEN[::-1])):
         monkeypatch.setenv("PHALANX_TOKEN", secret)
-        parts.append(Meeting(Words(store, SCOPE, "sealed"), rank, 2, 2.0, "init"))
+        parts.append(StoreRendezvous(Entries(store, SCOPE, "sealed"), rank, 2, 2.0, "init"))
 
-    def part(one: Meeting) -> MeetingAnswer:
-        one.come()
-        return one.tell(ADDRESS)
+    def part(one: StoreRendezvous) -> RendezvousAnswer:
+        one.announce()
+        return one.exchange(ADDRESS)
 
     for error in failures(*(lambda one=one: part(one) for one in parts)):
         assert isinstance(error, CollectiveTimeoutError)
@@ -177,9 +184,9 @@ def test_ranks_with_different_tokens_are_told_of_the_token(
 def test_a_rank_without_a_token_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     monkeypatch.setenv("PHALANX_TOKEN", TOKEN)
-    zero = Meeting(Words(store, SCOPE, "sealed"), 0, 2, 5.0, "init")
+    zero = StoreRendezvous(Entries(store, SCOPE, "sealed"), 0, 2, 5.0, "init")
     monkeypatch.delenv("PHALANX_TOKEN")
-    found = failures(zero.come, lambda: meet(store, 1))
+    found = failures(zero.announce, lambda: meet(store, 1))
     assert isinstance(found[1], AuthenticationError)
     assert "rank 1 and rank 0 do not hold the same token" in str(found[1])
 
@@ -200,7 +207,7 @@ def test_without_a_token_only_an_address_of_this_host_is_taken() -> None:
 def test_without_a_token_several_hosts_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     hosts = iter(["one", "another"])
-    monkeypatch.setattr(meeting, "host_id", lambda: next(hosts))
+    monkeypatch.setattr(store_rendezvous, "host_id", lambda: next(hosts))
     for error in failures(*(lambda rank=rank: meet(store, rank) for rank in (0, 1))):
         assert isinstance(error, AuthenticationError)
         assert "PHALANX_TRUST_STORE=1" in str(error)
@@ -211,7 +218,7 @@ def test_a_store_that_is_trusted_brings_a_token_and_any_address(
 ) -> None:
     monkeypatch.setenv("PHALANX_TRUST_STORE", "1")
     hosts = iter(["one", "another"])
-    monkeypatch.setattr(meeting, "host_id", lambda: next(hosts))
+    monkeypatch.setattr(store_rendezvous, "host_id", lambda: next(hosts))
     answers = all_ranks(dist.HashStore())
     assert {answer.token for answer in answers} == {"a fresh token"}
 
@@ -219,18 +226,18 @@ def test_a_store_that_is_trusted_brings_a_token_and_any_address(
 def test_no_token_goes_through_a_store_that_is_not_trusted() -> None:
     store = dist.HashStore()
     assert {answer.token for answer in all_ranks(store)} == {""}
-    assert not [value for value in words_of(store).values() if b"fresh" in value]
+    assert not [value for value in entries_of(store).values() if b"fresh" in value]
 
 
 @pytest.mark.parametrize("name", ["DistributedError", "SystemExit", "__builtins__", "MisuseError"])
 def test_an_error_from_the_store_is_one_of_ours_and_does_nothing_to_a_terminal(name: str) -> None:
     store = dist.HashStore()
-    one = Meeting(Words(store, SCOPE, "local"), 1, 2, 5.0, "init")
-    one.come()
+    one = StoreRendezvous(Entries(store, SCOPE, "local"), 1, 2, 5.0, "init")
+    one.announce()
     said = {"nonce": one._own.nonce, "error": name, "reason": "\x1b[31mred\nline", "peer": 0}
     store.set("phalanx/job/0//1/answer/1", json.dumps(said))
     with pytest.raises(DistributedError) as caught:
-        one.tell()
+        one.exchange()
     assert type(caught.value).__name__ == (name if name == "MisuseError" else "DistributedError")
     assert str(caught.value) == "rank 1: rank 0 says: red line"
 
