@@ -26,26 +26,26 @@ from phalanx.errors import UnsupportedOperationError
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch norm whose statistics in training are those of all ranks' batches together.
+    """Batch norm with the statistics of all ranks' batches together in training.
 
     `convert_sync_batchnorm(model, backend)` puts it in the place of a model's batch norms. Outputs,
-    running statistics and the gradients of inputs are what plain batch norm gives for the joined
+    running statistics and the gradients of inputs are those of plain batch norm on the joined
     batch; batch sizes may differ between ranks, and be 0 on some. In training every rank has to
     call it, in the same order, and to go back through it if one does.
 
     num_features   C of inputs (N, C), (N, C, L), (N, C, H, W) or (N, C, D, H, W)
     backend        the ranks whose batches are one; not copied by `deepcopy`
-    label          which layer it is, in errors: two ranks that are in different ones are told so.
+    label          the layer's name in errors, if two ranks are in different ones.
                    `convert_sync_batchnorm` names it after its place in the model
     the others     as torch's `BatchNorm2d` has them
 
     # Notes
     The gradients of `weight` and `bias` are this rank's part of the sum: DDP averages them like all
-    others. The gradient that goes back through it is that of the sum of all ranks' losses, so a
-    loss that is to be weighted is weighted before `backward` (as `DDP.weighted` does).
+    others. The gradient that goes back through it is that of the sum of all ranks' losses, so
+    weight a loss before `backward` (as `DDP.weighted` does).
 
     It costs a message of 2C+1 float64 numbers forward (an all_gather), and one of 2C backward (an
-    all_reduce) where the input needs a gradient. In eval mode nothing is sent. With DDP on the same
+    all_reduce) if the input needs a gradient. In eval mode nothing is sent. With DDP on the same
     backend these messages queue behind gradients; on a subgroup of all ranks they overtake them,
     and only then may some ranks leave out parameters between two such layers.
 

@@ -59,14 +59,14 @@ class Pipeline(Wrapper):
     layers    all of them, on every rank: an nn.Sequential, or a list of modules. Only this rank's
               are kept, as `module`; the others are not touched, and may be on the meta device
     backend   the ranks; as many as the configuration has stages
-    config    how the layers are cut, and the schedule
-    stages    which layers are which stage, by default equally many each (see `balance_stages`).
+    config    the cut of the layers, and the schedule
+    stages    the layers of each stage, by default equally many (see `balance_stages`).
               Stage s is on rank s % p; with `zb_v`, stage p + n is on rank p - 1 - n
 
     # Notes
-    Losses and gradients are the plain model's up to rounding, with two exceptions that every
-    pipeline has: a batch norm sees micro-batches (its running statistics, too), and dropout draws
-    on each rank from that rank's random state.
+    Losses and gradients are the plain model's up to rounding, with two exceptions of every
+    pipeline: a batch norm sees micro-batches (its running statistics, too), and dropout draws on
+    each rank from that rank's random state.
 
     `parameters()` are this rank's, under their names in the plain model: all ranks' `state_dict`s
     together are the plain model's, which each rank can load. A layer takes and gives a tensor on
@@ -76,10 +76,10 @@ class Pipeline(Wrapper):
     one stage, is refused. `save_checkpoint(folder, model=pipeline, optimizer=optimizer, step=n)`
     writes the whole model's state, for any number of stages, and for a plain model.
 
-    Raises on every rank `DesyncError` if the ranks are given different pipelines,
-    `UnsupportedOperationError` if layers on different ranks share a parameter,
-    `InvalidWorldSizeError`, ValueError, TypeError or `MisuseError` for arguments that do not make
-    a pipeline. Only the comparison of the arguments has been sent then.
+    Raises on every rank `DesyncError` if the ranks have different pipelines,
+    `UnsupportedOperationError` if layers on different ranks share a parameter.
+    `InvalidWorldSizeError`, ValueError, TypeError or `MisuseError` for arguments that make no
+    pipeline. Only the comparison of the arguments has been sent then.
 
     # On a mesh
     `Pipeline(layers, mesh["stage"], config)`, a part of the batch for each rank of `mesh["data"]`,

@@ -1,13 +1,13 @@
-"""Scalars: means over the ranks of what a training logs, written by rank 0, off the step's path.
+"""Scalars: a training's logged numbers, as means over the ranks, written by rank 0 in threads.
 
-With every=3, the calls of every rank, and what becomes of them:
+With every=3, the calls of every rank, and their effects:
 
     log(0)  log(1)  log(2)        log(3)        log(4)                 ...
     |---- a window -----| close    begin         read: a record of step 2
                         |          async_all_reduce_ of the window's sums and counts
                         numbers on a device start on their way to the host
 
-Nobody waits for an exchange that began a whole step ago, nor for a device to finish the step that
+No rank waits for an exchange that began a whole step ago, nor for a device to finish the step that
 is under way. A thread of rank 0 for each target writes.
 """
 
@@ -62,25 +62,24 @@ class Scalars:
             for step in range(first, steps):
                 scalars.log(step, loss=train(step), lr=rate)
 
-    A record is the mean of all that was logged under a name since the last record, on all ranks; it
-    belongs to the last step that it is of. Means are added up in float64. NaN is written as NaN.
+    A record is the mean of all values logged under a name since the last record, on all ranks; it
+    belongs to the last of their steps. Means are added up in float64. NaN is written as NaN.
 
     backend  the ranks that log together; every one of them makes a Scalars, which makes a group
-    to       where rank 0 writes: "jsonl:FILE", "tensorboard:FOLDER", "mlflow:TRACKING_URI",
+    to       targets of rank 0: "jsonl:FILE", "tensorboard:FOLDER", "mlflow:TRACKING_URI",
              "wandb:offline" or "wandb:online", "trackio". More than one, or none
-    every    calls of `log` that are one record
+    every    number of calls of `log` in a record
     name     of the run, for loggers that have runs; by default the program's
 
     # Notes
-    The first step that is logged says where this process goes on: what was written of that step and
-    of later ones is dropped, so that no step is there twice (`ops/loggers.py` says how; to
-    wandb, a run that resumes is another run). So a window that a checkpoint cuts is lost in part:
-    save after multiples of `every` steps.
+    At the first logged step, earlier records of that step and of later ones are dropped, so that no
+    step is there twice (see `ops/loggers.py`; to wandb, a run that resumes is another run). So a
+    window that a checkpoint cuts is lost in part: save after multiples of `every` steps.
 
-    What cannot be written (a full disk, no server) is a warning in the log, once for each target;
+    A failure to write (a full disk, no server) is a warning in the log, once for each target;
     training goes on, and so does the next record.
 
-    Raises, before anything is sent, ValueError for what is no target, or the same one twice, and
+    Raises, before anything is sent, ValueError for an unknown target, or the same one twice, and
     for an `every` below 1; TypeError for a `to` that is no list; ModuleNotFoundError for a logger's
     package that is missing; and on all ranks `DesyncError` for ranks that differ in these.
     """

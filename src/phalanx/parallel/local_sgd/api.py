@@ -19,7 +19,7 @@ from phalanx.parallel.local_sgd.periodic import PeriodicSync
 
 
 class LocalSGD(PeriodicSync):
-    """A module of which the ranks of `backend` average their parameters after every H-th step.
+    """A module whose parameters the ranks of `backend` average after every H-th step.
 
         model = LocalSGD(model, backend, every=8)
         optimizer = torch.optim.AdamW(model.parameters())       # the script goes on unchanged
@@ -33,7 +33,7 @@ class LocalSGD(PeriodicSync):
     module       the model; the same on every rank, in structure. Its parameters and buffers are
                  overwritten with rank 0's here, in place, so an optimizer may exist already
     every        optimizer steps between two averages
-    start_after  in the first so many steps parameters are averaged after each, and whole: while
+    start_after  number of first steps with an average after each, of whole parameters: while
                  they change fast (Lin et al. 2020, "post-local SGD")
     compression  send less in each average: `TopK(0.01)`, `PowerSGD(4)`, ...; a copy is made,
                  `.compression`
@@ -42,34 +42,35 @@ class LocalSGD(PeriodicSync):
     A ring sends 2(p-1)/p of the parameters' bytes from each of p ranks: per step an H-th of what
     DDP sends. With `every=1` and SGD, with momentum too, it is DDP, to rounding.
 
-    Averaged are parameters that are trained when the module is wrapped, and floating buffers of the
-    state dict; other buffers are rank 0's. Optimizers keep what they have on each rank (momentum,
-    Adam's averages). Gradients are each rank's own: clip them as in one process. What is not finite
-    on one rank is not finite on any after the average: a warning in the log names it.
+    Parameters that are trained when the module is wrapped, and floating buffers of the state dict,
+    are averaged; other buffers are rank 0's. Optimizers keep their state on each rank (momentum,
+    Adam's averages). Gradients are each rank's own: clip them as in one process. A value that is
+    not finite on one rank is not finite on any after the average: a warning in the log names the
+    rank.
 
-    Every rank takes as many steps, or calls `sync()` when it is through: who waits for a rank
-    that takes fewer is told so. A step that only one rank's gradient scaler skips puts that rank
-    one behind; it is waited for.
+    Every rank takes as many steps, or calls `sync()` when it is through: the error of a rank that
+    waits for one with fewer says so. If only one rank's gradient scaler skips a step, that rank is
+    one behind, and the others wait for it.
 
-    `state_dict` has this rank's parameters, and where ranks have different ones says so in keys of
-    its own (`own_state`). A checkpoint (`save_checkpoint`) keeps what each rank has, and what its
-    optimizer keeps for it: as many ranks go on bit for bit. Who else loads it, on any number of
-    ranks, gets the means, and of the optimizer's state rank 0's.
+    `state_dict` has this rank's parameters, and extra keys while ranks have different ones
+    (`own_state`). A checkpoint (`save_checkpoint`) keeps each rank's parameters, and its
+    optimizer's state for them: as many ranks go on bit for bit. Another number of ranks, or another
+    module, loads the means, and rank 0's optimizer state.
 
     Raises `DesyncError`, on every rank, if the ranks' models or options differ, naming the first
     parameter or option that does; `MisuseError` for a module that is wrapped already.
 
     # Compression
-    A rank sends the compressor's message for how far it is from a copy of the parameters that all
-    ranks have alike, and the mean of messages moves the copy. What a message leaves out stays in
-    that rank's parameters, ahead of the copy, and so in what it is to send next time: that is error
-    feedback whose residual is in the parameters, and `ErrorFeedback` around the compressor is taken
-    off. So a rank computes with all its own updates, while others receive them bit by bit, and with
-    `every=1` too (Xie et al. 2020, "CSER"; Basu et al. 2019, "Qsparse-local-SGD"). Parameters are
-    then the same on all ranks only after `sync()`, which sends what is left whole. The copy takes
-    the parameters' memory once, an average twice more while it lasts; 16 more bytes compare the
-    copies. An average that is not finite is not taken: parameters are those of the copy, and a
-    warning names the rank.
+    All ranks have an equal copy of the parameters. A rank sends the compressed difference of its
+    parameters from the copy, and the mean of messages moves the copy. The part that a message
+    leaves out stays in that rank's parameters, ahead of the copy, and so in its next difference:
+    that is error feedback with the residual in the parameters, and `ErrorFeedback` around the
+    compressor is taken off. So a rank computes with all its own updates, while others receive them
+    bit by bit, with `every=1` too (Xie et al. 2020, "CSER"; Basu et al. 2019, "Qsparse-local-SGD").
+    Parameters are then the same on all ranks only after `sync()`, which sends the rest whole. The
+    copy takes the parameters' memory once, an average twice more while it lasts; 16 more bytes
+    compare the copies. An average that is not finite is not taken: parameters are those of the
+    copy, and a warning names the rank.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class LocalSGD(PeriodicSync):
 
 
 class DiLoCo(PeriodicSync):
-    """A module of which the ranks of `backend` take an outer step after every H-th step.
+    """A module for which the ranks of `backend` take an outer step after every H-th step.
 
         model = DiLoCo(
             model, backend, every=100, compression=ErrorFeedback(Quantized(bits=4)),
@@ -128,22 +129,21 @@ class DiLoCo(PeriodicSync):
     every        optimizer steps between two outer steps; the paper's 500, its rate 0.7 and momentum
                  0.9 are for long runs
     outer        makes the outer optimizer of a list of parameters: any of torch, with the same
-                 options on every rank. `.outer_optimizer` is what it has made
+                 options on every rank. The result is `.outer_optimizer`
     compression  send outer gradients in another form; a copy is made, `.compression`
 
     # Notes
-    An outer gradient is how far a rank has come: parameters after the last sync, minus those it has
-    now. Its mean over the ranks is the gradient of a step of the outer optimizer, on copies
-    that are the same bits on every rank; the module's parameters become those. With
-    `SGD(params, lr=1)` that is `LocalSGD`. The step is part of `optimizer.step()` of every H-th
-    step, which blocks then, and sends what `LocalSGD` does, or what the compressor makes of
-    it, and 8 bytes, by which the copies are compared. Copies take the parameters'
-    memory once, the outer optimizer what it keeps.
+    An outer gradient is a rank's progress: its parameters after the last sync, minus those of now.
+    Its mean over the ranks is the gradient of a step of the outer optimizer, on copies that are the
+    same bits on every rank; the module's parameters become those. With `SGD(params, lr=1)` that is
+    `LocalSGD`. The step is part of every H-th `optimizer.step()`, which blocks then. It sends as
+    much as `LocalSGD`, or the compressor's messages, and 8 bytes, which compare the copies. Copies
+    take the parameters' memory once, besides the outer optimizer's state.
 
-    What `LocalSGD` says of counting, buffers, optimizers, checkpoints and ranks out of step is so
-    here, too. `sync()` takes an outer step with what there is. A checkpoint has the copies, the
-    outer optimizer's state, and what each rank's compressor has left over; on another number of
-    ranks, the mean of how far they have come stays the same.
+    Counting, buffers, optimizers, checkpoints and ranks out of step are as with `LocalSGD`.
+    `sync()` takes an outer step with the progress so far. A checkpoint has the copies, the outer
+    optimizer's state, and each rank's residuals; on another number of ranks, the mean progress
+    stays the same.
 
     An outer gradient that is not finite on one rank makes the mean not finite: then no rank takes
     the step, parameters are those of the last one, the compressor's state stays as it was, and a
