@@ -9,9 +9,9 @@ bytes.
 
 Memory order. A rank that receives a message, or sees a flag, sees everything that the sender had
 written in memory before: sending and receiving a message are system calls, or take a lock; around
-flags there are fences where they are needed (`shm/epoch.py`). So all ranks see after a barrier
-what was written before it. Between two barriers the callers decide who writes what: backends
-neither read nor write this memory.
+flags there are fences where they are needed (`shm/epoch.py`). So all ranks see after a barrier all
+that was written before it. Between two barriers the callers share out the writing: backends neither
+read nor write this memory.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def reduction_for(
 
 
 def mean_of_two(first: Tensor, second: Tensor, *, out: Tensor) -> object:
-    """The mean of two ranks' floating-point values; of a narrow dtype, computed in a wider one."""
+    """Return the mean of two ranks' floating-point values; narrow dtypes computed in wider ones."""
     if out.dtype not in NARROW:
         return torch.add(first, second, out=out).div_(2)
     total = first.to(WIDER[out.dtype])

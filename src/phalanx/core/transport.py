@@ -2,8 +2,8 @@
 
     send, cancel, finish_send, room  messages between two ranks
     control, tell_members            small messages about groups and waits, between the frames
-    wait, poll, wake, background     moving bytes: by a thread that waits, or in the background
-    shared, common, alloc            memory, where ranks share it
+    wait, poll, wake, background     moving bytes: by a waiting thread, or in the background
+    shared, common, alloc            memory, if ranks share it
 
 A transport calls the engine: `matching.arriving` or `deliver` for a message, `on_control` for a
 control message, `peer_left` and `peer_lost` for peers that are gone. The engine's lock is held in
@@ -51,7 +51,7 @@ class Transport(ABC):
         """Give up a send: do not read its memory any more."""
 
     def finish_send(self, send: PostedSend) -> bool:
-        """Complete a send past its deadline if its last bytes have begun to go; whether so."""
+        """Complete a late send if its last bytes are on their way; return whether they are."""
         return False
 
     def room(self, peer: int) -> None:  # noqa: B027 - not if nothing is ever paused

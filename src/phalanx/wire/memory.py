@@ -78,7 +78,7 @@ def _bytes_of_buffer(view: memoryview) -> memoryview:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The tensor as plain memory: itself, another tensor of that memory, or a contiguous copy."""
+    """Return the tensor as plain memory: itself, an alias of its memory, or a contiguous copy."""
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         copy_bits(copy, tensor)

@@ -128,7 +128,7 @@ class PhalanxGroup(BaseGroup):  # type: ignore[misc] # mypy is run without Ray
         into.copy_(collectives.reduce_scatter(torch.stack(given), self._on, op)[0])
 
     def send(self, tensor: list[Any], send_options: Any) -> None:
-        """Send a tensor to a rank, which receives it by `recv`."""
+        """Send a tensor to a rank, which calls `recv`."""
         collectives.send(_read(tensor, self._on, "send"), self._on, send_options.dst_rank)
 
     def recv(self, tensor: list[Any], recv_options: Any) -> None:
