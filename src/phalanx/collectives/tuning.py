@@ -50,7 +50,7 @@ class TuningTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tuning(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole file."""
+    """A tuning file: a table for each collective."""
 
     format: str
     tables: tuple[TuningTable, ...]

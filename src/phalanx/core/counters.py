@@ -136,7 +136,7 @@ class Taken:
 
 
 class _Peer:
-    """`PeerCounts` that grow."""
+    """The numbers of one peer as they grow; `PeerCounts` is a copy."""
 
     __slots__ = (
         "bytes_given",
@@ -212,7 +212,6 @@ class Counters:
     # Operations and bytes -------------------------------------------------------------------
 
     def ended(self, call: Call) -> None:
-        """An operation is over."""
         counted = self._operations[call.name]
         counted[0] += 1
         counted[1] += call.ended - call.started

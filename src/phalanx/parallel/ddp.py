@@ -163,7 +163,6 @@ class DDP(Wrapper):
     # As a module ----------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
         self._begin_forward()
         return self._end_forward(self.module(*args, **kwargs))
 

@@ -175,7 +175,7 @@ class Wrapper(nn.Module):
         self._count_passes()
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """It has."""
+        """The optimizer has written them."""
 
     def after_skip(self, optimizer: Optimizer) -> None:
         """`GradScaler` has skipped its step, on all ranks."""

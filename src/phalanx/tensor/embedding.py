@@ -83,7 +83,6 @@ class ParallelEmbedding(ParallelLayer):
         return cls.from_plain(embedding, backend, EmbeddingStyle(**options))
 
     def shard_from(self, plain: nn.Module, *args: Any, **options: Any) -> None:
-        """The same with `padding_idx`."""
         super().shard_from(plain, *args, **options)
         self.padding_idx = cast(nn.Embedding, plain).padding_idx
 
@@ -131,7 +130,6 @@ class EmbeddingStyle(Style):
     makes = ParallelEmbedding
 
     def splits(self, plain: nn.Module, ranks: int) -> dict[str, Split]:
-        """The vocabulary."""
         embedding = cast(nn.Embedding, plain)
         given = {
             "max_norm": embedding.max_norm is not None,

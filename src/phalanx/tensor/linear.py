@@ -261,7 +261,6 @@ class RowStyle(Style):
     makes = RowParallelLinear
 
     def splits(self, plain: nn.Module, ranks: int) -> dict[str, Split]:
-        """The weight's columns."""
         in_features = cast(nn.Linear, plain).in_features
         check_units(in_features, self.unit, ranks, "in_features")
         return {"weight": Split(1, ShardSpec.of(in_features, ranks, unit=self.unit))}

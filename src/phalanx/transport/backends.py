@@ -334,7 +334,6 @@ class CloseAtExit:
         atexit.register(self)
 
     def __call__(self) -> None:
-        """The interpreter ends."""
         backend = self._backend()
         if backend is not None:
             with suppress(DistributedError, OSError):

@@ -297,7 +297,6 @@ class CooperativeScheduler:
             self._ready.append(rank)
 
     def close(self) -> None:
-        """The run is over."""
         self._random_states.close()
 
     # ----------------------------------------------------------------------------------------

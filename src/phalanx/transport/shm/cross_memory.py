@@ -33,7 +33,7 @@ _PR_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)
 
 
 class _Range(ctypes.Structure):
-    """`struct iovec`."""
+    """A range of memory, as `struct iovec` of the kernel."""
 
     _fields_ = (("start", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
@@ -100,7 +100,6 @@ def reading_pays() -> bool:
 
 
 def _least_time(do: Callable[[], object]) -> float:
-    """Seconds."""
     seconds = []
     for _ in range(3):  # the first one makes pages
         began = perf_counter()

@@ -40,7 +40,7 @@ class FlagWait(Step):
 
     @override
     def begin(self, call: Call) -> None:
-        """Nothing: it only waits."""
+        pass  # it only waits
 
     @override
     def ready(self, *, spin: float = 0.0) -> bool:

@@ -226,7 +226,6 @@ class Arena:
         return self.take(size, after=after)
 
     def give_back(self, block: Block) -> None:
-        """Free a block."""
         self._returned.append(block)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

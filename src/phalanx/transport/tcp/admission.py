@@ -221,7 +221,6 @@ class Acceptor:
             self.drop(pending)
 
     def drop(self, pending: PendingConnection) -> None:
-        """Close a pending connection."""
         self.pending.pop(pending, None)
         self.door.reactor.forget(pending.sock)
         pending.sock.close()

@@ -217,7 +217,6 @@ class Mesh:
             self.domain.detach()
 
     def close(self) -> None:
-        """Close every connection."""
         for connection in self.connections.values():
             connection.close()
         self.connections.clear()
@@ -241,15 +240,15 @@ class Outlet(Protocol):
     """Takes what is to be sent to one peer: its connection, or one that is being made."""
 
     def send(self, send: PostedSend) -> None:
-        """Send a message."""
+        """Send a message; `send.complete()` is called when its memory is free again."""
 
     def send_control(
         self, kind: Kind, payload: bytes = b"", *, group: int = 0, number: int = 0
     ) -> None:
-        """Send a control frame."""
+        """Send a small frame without memory of the program's."""
 
     def cancel(self, send: PostedSend) -> None:
-        """Give up a message."""
+        """Give up a message: its memory is not read from now on."""
 
 
 class Connection:

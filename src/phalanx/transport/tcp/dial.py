@@ -280,7 +280,6 @@ class LazyConnection:
         self._control.append((kind, payload, group, number))
 
     def cancel(self, send: PostedSend) -> None:
-        """Give up a message."""
         with suppress(ValueError):
             self._sends.remove(send)
 

@@ -114,7 +114,6 @@ class Flooding:
         return call is None or peer < mesh.rank or not call.dial.answered
 
     def opened(self, connection: Connection) -> None:
-        """A connection is open."""
         if (self._gone or self._groups) and connection.peer in self._links():
             _send([*self._gone.values(), *self._groups.values()], [connection])  # it may know none
         for group, members in self._closed.items():

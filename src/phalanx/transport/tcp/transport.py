@@ -364,7 +364,6 @@ class TcpTransport(Transport):
         return True
 
     def shut(self) -> None:
-        """Close everything. Lock held."""
         if self.engine.closed:
             return
         self.engine.closed = True
