@@ -55,6 +55,7 @@
 #   make loss-against-bytes  the loss that each way to send less comes to, and what it sends
 #   make slow-link           steps over a link of 100 Mbit/s; needs root
 #   make pipeline-bubble     how long the ranks of a pipeline wait, in every schedule
+#   make thresholds          the sizes at which collectives in shared memory change their way
 #
 # Before a change lands, and to see what it changes:
 #
@@ -90,7 +91,7 @@ CLIENTS_READY := $(CLIENTS_VENV)/.ready
 DEBIAN := slurmctld slurmd slurm-client chromium
 
 .PHONY: demo test test-torch-next test-clients lint docs format bench stress blame torch-blame bad-days fuzz flood attack \
-	wide two-hosts links kill-saves notices combinations fence mutants agreement torch device loss-against-bytes slow-link pipeline-bubble gate \
+	wide two-hosts links kill-saves notices combinations fence mutants agreement torch device loss-against-bytes slow-link pipeline-bubble thresholds gate \
 	main-path clean
 
 demo: $(READY)
@@ -191,6 +192,9 @@ slow-link: $(READY)
 pipeline-bubble: $(READY)
 	MALLOC_MMAP_THRESHOLD_=1000000000 MALLOC_TRIM_THRESHOLD_=4000000000 \
 		$(BIN)/phalanx run -n 2 benchmarks/pipeline_bubble.py $(ARGS)
+
+thresholds: $(READY)
+	$(BIN)/python benchmarks/shm_thresholds.py $(ARGS)
 
 gate: $(READY)
 	$(BIN)/python benchmarks/gate.py --base $(BASE) $(ARGS)

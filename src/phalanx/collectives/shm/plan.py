@@ -102,6 +102,8 @@ class Thresholds(NamedTuple):
     broadcast_from   less below; and if it is broadcast
     crowded_to       largest one, where ranks share cores: of a larger one the others copy what
                      was staged from the cache
+
+    `make thresholds` measures each beside half and twice of it.
     """
 
     small: int = SMALL
