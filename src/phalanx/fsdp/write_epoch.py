@@ -109,7 +109,8 @@ class WriteEpoch:
         self._stale = True
         for group in self._groups:
             group.reshard()
-            group.waiting.clear()  # what has read the old values goes no way back
+            if group.waiting:  # what has read the old values goes no way back
+                group.waiting.clear()
         for flat in self._flats:
             flat.current = False
 
