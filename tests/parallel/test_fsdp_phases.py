@@ -65,9 +65,13 @@ class Chain(nn.Module):
         super().__init__()
         self.a, self.b = Layer(), Layer()
         self.scale = nn.Parameter(torch.ones(6))
+        self.times = 1
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x * self.scale) * 2) * self.scale
+        x = self.a(x * self.scale)
+        for _ in range(self.times):
+            x = self.b(x * 2)
+        return x * self.scale
 
 
 def build() -> nn.Module:
@@ -105,6 +109,11 @@ def leave_parameters_out(fsdp: FSDP) -> None:
     step(fsdp)
 
 
+def call_a_layer_twice(fsdp: FSDP) -> None:
+    fsdp.module.times = 2
+    step(fsdp)
+
+
 def ask_for_the_gradient_of_the_input(fsdp: FSDP) -> None:
     x = noise(4, 6).requires_grad_()
     torch.autograd.grad(fsdp(x).sum(), x)
@@ -131,6 +140,7 @@ ENDED = "IDLE enter BACKWARD end IDLE"
 WAYS: dict[Program, tuple[str, str, str]] = {  # of the model itself, of a and of b
     step: (ENDED, LEFT_AND_REDUCED, LEFT_AND_REDUCED),
     accumulate: (ENDED, LEFT, LEFT),
+    call_a_layer_twice: (ENDED, LEFT_AND_REDUCED, LEFT_AND_REDUCED),
     leave_parameters_out: (ENDED, REDUCED, REDUCED_AND_LEFT),
     ask_for_the_gradient_of_the_input: (ENDED, ENDED, LEFT),
     train_what_is_before: (REDUCED, LEFT_AND_REDUCED, LEFT_AND_REDUCED),
