@@ -55,7 +55,7 @@ BUDGETS = {  # of each package: lines, files
     "collectives": (5_196, 24),
     "compression": (1_770, 7),
     "core": (5_460, 21),
-    "fsdp": (2_620, 10),
+    "fsdp": (2_640, 10),
     "launch": (4_200, 20),
     "native": (2_250, 8),
     "ops": (740, 3),  # without its packages

@@ -1,11 +1,9 @@
 """FSDP: every rank keeps a shard of the parameters, and unshards a group of them to compute.
 
-    rank 0    | a a a . . .  b b . .  c c c . |         parameters() and optimizer state: shards
-    rank 1    | . . . a a a  . . b b  . . . c |
-                 unshard a -> compute a -> reshard a                           forward
-                 unshard a -> compute a -> reshard a, reduce gradients of a    backward
-
-(Rajbhandari et al. 2020, "ZeRO"; Zhao et al. 2023, "PyTorch FSDP".)
+rank 0    | a a a . . .  b b . .  c c c . |         parameters() and optimizer state: shards
+rank 1    | . . . a a a  . . b b  . . . c |
+             unshard a -> compute a -> reshard a                           forward
+             unshard a -> compute a -> reshard a, reduce gradients of a    backward
 """
 
 from __future__ import annotations
@@ -24,9 +22,8 @@ from torch.optim import Optimizer
 from phalanx.compression import Compressor
 from phalanx.core.backend import Backend
 from phalanx.errors import SizeMismatchError, UnsupportedOperationError
-from phalanx.fsdp.build import Initialize, build
+from phalanx.fsdp.build import Initialize, UnitRule, build
 from phalanx.fsdp.gradients import call_post_accumulate_hooks
-from phalanx.fsdp.parameter_group import UnitRule
 from phalanx.fsdp.strategy import MixedPrecision, ShardingStrategy, precision_of, strategy_of
 from phalanx.parallel.compressor_state import with_versions, without_own
 from phalanx.parallel.guards import every_rank_does
@@ -217,7 +214,7 @@ class FSDP(Wrapper):
         an ordinary `backward()` all gradients are final. `MisuseError` before any forward pass.
         """
         runtime = self._runtime
-        if not runtime.has_run:
+        if not runtime.forward_pass.order:
             self._refuse("sync_gradients() before any forward pass: there are no gradients yet")
         if runtime.accumulated:
             call_post_accumulate_hooks(runtime.finish_reduction(runtime.groups))
@@ -259,7 +256,7 @@ class FSDP(Wrapper):
 
     def has_pending_prefetch(self) -> bool:
         """Whether `prefetch_forward_params()` was called and no forward pass has come since."""
-        return self._runtime.prefetched
+        return self._runtime.forward_pass.prefetched_next
 
     def broadcast_updated_params(self) -> None:
         """Exchange the shards that an optimizer has written; else the next forward pass does.
@@ -366,7 +363,7 @@ class FSDP(Wrapper):
         Copies. Blocks; every rank calls it. Moves (p-1)/p of the parameters' bytes to each rank.
         """
         self.backend.mark("FSDP.full_state_dict()")
-        self._runtime.write_epoch.settle()
+        self._runtime.write_epoch.wait_for_writes()
         wanted = not rank0_only or self.backend.rank == 0
         full = self._full_values(keep=wanted)
         with self._runtime.swap.shards():
@@ -448,8 +445,9 @@ class FSDP(Wrapper):
             self._refuse("summon_full_params() inside itself")
         runtime = self._runtime
         self.backend.mark("FSDP.summon_full_params()")
-        runtime.write_epoch.settle()
-        runtime.reshard_all()
+        runtime.write_epoch.wait_for_writes()
+        for group in runtime.groups:
+            group.reshard()
         copies = [flat.all_shards().clone() for flat in runtime.flats]
         runtime.swap.swap_in("summon")
         for group in runtime.groups:
@@ -479,7 +477,7 @@ class FSDP(Wrapper):
 
         Every rank calls it; this FSDP is of no use afterwards.
         """
-        self._runtime.write_epoch.settle()
+        self._runtime.write_epoch.wait_for_writes()
         values = self._full_values()
         shards = self._runtime.plan.shards
         if shards is not None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
 from phalanx.compression import Compressor
 from phalanx.core.backend import Backend
+from phalanx.errors import MisuseError
 from phalanx.fsdp.flat_param import ShardingPlan, trim_heap
 from phalanx.fsdp.gradients import CompressedReduction
-from phalanx.fsdp.parameter_group import Cuts, ParameterGroup, UnitRule, cut
+from phalanx.fsdp.parameter_group import ParameterGroup
 from phalanx.fsdp.runtime import FsdpRuntime
 from phalanx.fsdp.strategy import MixedPrecision, ShardingStrategy
 from phalanx.fsdp.unsharded import registrations
@@ -20,6 +22,9 @@ from phalanx.parallel.guards import check_same_model, refuse
 from phalanx.torch_internals import copy_hooks
 
 Initialize = Callable[[nn.Module], None]
+UnitRule: TypeAlias = type[nn.Module] | Collection[type[nn.Module]] | Callable[[nn.Module], bool]
+Cuts = dict[str, dict[str, nn.Parameter]]
+"""The names of the modules that are groups; of each its parameters, by their names in the model."""
 
 
 def build(
@@ -49,15 +54,99 @@ def build(
     made: dict[str, ParameterGroup] = {}
     for name in _with_values(model, cuts, initialize, backend.rank):
         module = model.get_submodule(name)
-        made[name] = group = ParameterGroup(name, module, cuts[name], plan, compression)
+        made[name] = group = ParameterGroup(name, module, cuts, plan, compression)
         for flat in group.flats:
             flat.adopt()
     trim_heap()  # the values that the model was built with are gone
     broadcast_all_([*model.buffers()], backend, 0, label="FSDP's buffers")
-    groups = [made[name] for name in cuts]
-    for group in groups:
-        group.surrounds = any(group.is_around(other) for other in groups)
-    return FsdpRuntime(model, groups, plan, compression, prefetch)
+    return FsdpRuntime(model, [made[name] for name in cuts], plan, compression, prefetch)
+
+
+# How a model is cut into groups -----------------------------------------------------------------
+
+
+def cut(model: nn.Module, rule: UnitRule | None) -> Cuts:
+    """The groups of a model, that of the model itself first; each parameter is in one.
+
+        model                    group ""        everything that is in no other group
+        ├── embed                group embed
+        └── blocks (ModuleList)
+            ├── 0                group blocks.0
+            └── 1                group blocks.1
+
+    A parameter is in the innermost group around it; one that several modules share, in the
+    innermost group around all of them. Raises `MisuseError` for a rule that fits no module, or one
+    that is never called, such as an `nn.ModuleList`.
+    """
+    modules = dict(model.named_modules())
+    cuts: Cuts = {"": {}}
+    found = _children(model) if rule is None else _fitting(modules, rule)
+    if rule is None and len(found) == 1:
+        found = []  # a hull, which may call what is inside of that (as peft's models do)
+    cuts |= {name: {} for name in found}
+    groups = {modules[name]: parameters for name, parameters in cuts.items()}
+    first: dict[nn.Parameter, str] = {}
+    around: dict[nn.Parameter, list[list[nn.Module]]] = {}
+    for at in registrations(model):
+        path = [model]
+        for step in at.name.split(".")[:-1]:
+            path.append(path[-1].get_submodule(step))
+        first.setdefault(at.parameter, at.name)
+        around.setdefault(at.parameter, []).append(path)
+    for parameter, paths in around.items():
+        innermost = next(
+            module
+            for module in reversed(paths[0])
+            if module in groups and all(module in path for path in paths)
+        )
+        groups[innermost][first[parameter]] = parameter
+    return cuts
+
+
+def _children(module: nn.Module, prefix: str = "") -> list[str]:
+    """The direct children that have parameters; of one that is only a list, its members."""
+    found = []
+    for name, child in module.named_children():
+        if next(child.parameters(), None) is None:
+            continue
+        if _is_called(child):
+            found.append(prefix + name)
+        else:
+            found += _children(child, f"{prefix}{name}.")
+    return found
+
+
+def _fitting(modules: dict[str, nn.Module], rule: UnitRule) -> list[str]:
+    fits = _predicate(rule)
+    found = [name for name, module in modules.items() if name and fits(module)]
+    if not found and not fits(modules[""]):
+        kinds = sorted({type(module).__name__ for module in modules.values()})
+        raise MisuseError(
+            f"FSDP: unit={rule!r} fits none of the model's modules, which are {', '.join(kinds)}"
+        )
+    for name in found:
+        if not _is_called(modules[name]):
+            raise MisuseError(
+                f"FSDP: unit={rule!r} fits {name}, a {type(modules[name]).__name__}, which has no "
+                "forward and is never called: name the modules inside it"
+            )
+    return found
+
+
+def _predicate(rule: UnitRule) -> Callable[[nn.Module], bool]:
+    if isinstance(rule, (type, Iterable)):
+        kinds = (rule,) if isinstance(rule, type) else tuple(rule)
+        if kinds and all(isinstance(kind, type) for kind in kinds):
+            return lambda module: isinstance(module, kinds)
+    elif callable(rule):
+        return rule
+    raise TypeError(
+        f"unit is a class of modules, several of them, or a function of a module, not {rule!r}"
+    )
+
+
+def _is_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
 
 
 # Models on the meta device ----------------------------------------------------------------------

@@ -349,6 +349,3 @@ class FlatParameter:
         """Let modules see these: `homes`, or for a while others."""
         for view, value in zip(self.views, values, strict=True):
             view.data = value
-
-    def __repr__(self) -> str:
-        return f"FlatParameter({', '.join(self.names)}: {self.layout.total} x {self.dtype})"

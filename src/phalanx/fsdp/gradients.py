@@ -9,11 +9,6 @@
 So no full gradient lives longer than until its group is reduced. Under `no_sync` autograd's own
 stay, and are added up there.
 
-    backward    ... | compute 1 | reduce 1 .......... | wait
-                                  compute 0 ......... | reduce 0 ....
-                                                                 the end: wait, agree on what was
-                                                                 used, and finalize
-
 Full gradients take memory until they are reduced, so no more than one group's are on their way.
 """
 

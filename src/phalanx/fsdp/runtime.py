@@ -10,9 +10,9 @@
 
 Hooks of the model's modules say where a forward pass is, hooks of what they have computed where a
 backward pass is. Which groups come next is guessed from the last forward pass; a wrong guess costs
-time only. Which parameters of a group a backward pass uses is not known: its part of the pass is
-over when all its gradients are there, or its inputs have theirs, or the pass comes to another
-group: whichever is first, and not while there are calls of it that the pass has not come to.
+time only. Which parameters of a group a backward pass uses is not known: it leaves the group when
+all its gradients are there, or its inputs have theirs, or the pass comes to another group,
+whichever is first; not while it has calls that the pass has not come to (`parameter_group.py`).
 
 All ranks run the same model, and so do all this in the same order. One that does not is told so by
 the collectives, whose labels name the group.
@@ -31,7 +31,15 @@ from torch import Tensor, nn
 from phalanx.collectives import ReduceOp, all_reduce_
 from phalanx.fsdp.flat_param import ShardingPlan
 from phalanx.fsdp.gradients import CompressedReduction, FlatGradient, call_post_accumulate_hooks
-from phalanx.fsdp.parameter_group import ForwardCall, ParameterGroup
+from phalanx.fsdp.parameter_group import (
+    DONE,
+    IDLE,
+    LEFT,
+    BackwardPass,
+    ForwardCall,
+    ForwardPass,
+    ParameterGroup,
+)
 from phalanx.fsdp.unsharded import ParameterSwap
 from phalanx.fsdp.write_epoch import WriteEpoch
 from phalanx.parallel.guards import every_rank_does, refuse
@@ -53,14 +61,15 @@ class FsdpRuntime:
     swap             lets modules see unsharded parameters
     write_epoch      keeps those who write parameters and those who read them apart
     gradients        of all groups
-    compression      reduces them, if there is a compressor: what it remembers counts when all means
-                     of a pass are finite, on all ranks
-    synchronize      whether backward passes reduce; if not, full gradients add up on this rank
-    accumulated      whether there may be gradients, on some rank, that were not reduced
-    has_run          whether there was a forward pass
+    compression      reduces them, if there is a compressor; it remembers passes with finite means
     prefetch         how many groups are unsharded ahead
-    prefetched       whether groups were unsharded for a forward pass that has not come
-    in_backward      whether a backward pass is under way, or was cut short by an error
+    synchronize      whether backward passes reduce; if not, full gradients add up here [no_sync]
+    accumulated      whether there may be gradients, on some rank, that were not reduced
+                     [_begin_forward, post_accumulate_grad, finish_reduction, zero_grad]
+    forward_pass     the one under way, or the last one [_begin_forward]
+    last_order       the groups of the last one that did not fail, or a guess [post_forward]
+    backward_pass    the one under way, if there is one [_begin_backward, _close_backward]
+    under_way        gradients of the group that was reduced last [_reduce, finish_reduction]
     """
 
     def __init__(
@@ -79,25 +88,14 @@ class FsdpRuntime:
         self.write_epoch = WriteEpoch(groups, plan.world, plan.shards or plan.world)
         self.gradients = [gradient for group in groups for gradient in group.gradients]
         self.compression = compression
-        self.synchronize = True
-        self.accumulated = False
-        self.has_run = self.prefetched = self.in_backward = False
         self.prefetch = prefetch
         self._rank = plan.world.rank
-        self._last_order: Sequence[ParameterGroup] = groups  # of the last forward pass, or a guess
-        self._order: list[ParameterGroup] = []  # in the pass under way, or over
-        # Groups' forward passes inside each other; what error was being handled when each began;
-        # the nodes that have computed its inputs, of a leaf None.
-        self._stack: list[tuple[ForwardCall, BaseException | None, set[Any]]] = []
-        self._forwards = 0
-        self._keeps_graph = False
-        self._accumulates = False  # whether the backward pass adds to gradients of parameters
-        # Whether there is a graph of a backward pass, which will read parameters, too; and whether
-        # the pass under way makes one.
-        self._has_graph = self._makes_graph = False
-        self._reached: dict[ParameterGroup, None] = {}  # by the backward pass, in order
-        self._calls: list[ForwardCall] = []  # that the backward pass has come to
-        self._under_way: Sequence[FlatGradient] = ()  # those of the last group that was reduced
+        self.synchronize = True
+        self.accumulated = False
+        self.forward_pass = ForwardPass()
+        self.last_order: Sequence[ParameterGroup] = groups
+        self.backward_pass: BackwardPass | None = None
+        self.under_way: Sequence[FlatGradient] = ()
 
     def hook(self) -> list[Any]:
         """Notice passes from now on. Returns the handles of the hooks."""
@@ -116,7 +114,6 @@ class FsdpRuntime:
                         view.requires_grad_(True)
                         handles.append(view.register_post_accumulate_grad_hook(notice))  # type: ignore[no-untyped-call]
                         view.requires_grad_(gradient.flat.parameters[number].requires_grad)
-
         return handles
 
     # A forward pass -------------------------------------------------------------------------
@@ -125,45 +122,42 @@ class FsdpRuntime:
     def pre_forward(self, group: ParameterGroup, _: nn.Module, args: Any, kwargs: Any) -> Any:
         """A group's module is about to compute. Returns the model's inputs, if they are cast."""
         again = inside_backward()  # a checkpoint is computed again
-        if again:
+        if again and self.backward_pass is None:
             self._begin_backward()
-        elif not self._stack:
+        elif not again and not self.forward_pass.stack:
             self._begin_forward()
-        order = self._order
+        forward = self.forward_pass
+        order, stack = forward.order, forward.stack
         if again:
             place = len(order) - order[::-1].index(group) if group in order else 0
         else:
             order.append(group)
             place = len(order)
         earlier = order[max(place - 1 - self.prefetch, 0) : max(place - 1, 0)][::-1]
-        outer = self._stack[-1][0] if self._stack else None
-        call = ForwardCall(group, self._forwards, self.write_epoch.number, earlier, outer)
-        self._stack.append((call, sys.exc_info()[1], _nodes((args, kwargs))))
+        outer = stack[-1][0] if stack else None
+        call = ForwardCall(group, forward, self.write_epoch.number, earlier, outer)
+        stack.append((call, sys.exc_info()[1], _nodes((args, kwargs))))
         group.unshard()
         group.wait_for_unshard()
-        group.state.on_backward = lambda: self._pre_backward(call)
+        group.state.on_backward = partial(self.pre_backward, call)
         if not again:
-            for following in self._last_order[place : place + self.prefetch]:
+            for following in self.last_order[place : place + self.prefetch]:
                 following.unshard()
         precision = self.plan.precision if not group.name else None
         return precision.cast((args, kwargs)) if precision is not None else None
 
     def _begin_forward(self) -> None:
-        if self.in_backward:  # it failed: nothing of it counts
-            self._under_way = ()
+        if self.backward_pass is not None:  # it failed: nothing of it counts
+            self.under_way = ()
             for gradient in self.gradients:
                 gradient.abandon()
             if self.compression is not None:
                 self.compression.compressor.rollback()
-            self._close_backward()
+            self._close_backward(self.backward_pass)
         self.plan.world.mark("FSDP.forward()")
-        self.write_epoch.settle()
+        self.write_epoch.wait_for_writes()
         self.swap.swap_in("forward")
-        self._order = []
-        self._forwards += 1
-        self._has_graph = False
-        self.has_run = True
-        self.prefetched = False
+        self.forward_pass = ForwardPass()
         if not self.synchronize and torch.is_grad_enabled():
             self.accumulated = True  # on all ranks, whatever has gradients on this one
 
@@ -172,24 +166,24 @@ class FsdpRuntime:
         self, group: ParameterGroup, _: nn.Module, args: Any, kwargs: Any, outputs: Any
     ) -> None:
         """It has computed, or failed."""
-        while self._stack and self._stack[-1][0].group is not group:
-            self._stack.pop()
-        if not self._stack:
+        stack = self.forward_pass.stack
+        while stack and stack[-1][0].group is not group:
+            stack.pop()
+        if not stack:
             return
-        call, error, before = self._stack.pop()
+        call, error, before = stack.pop()
         failed = sys.exc_info()[1] is not error
         if not failed and torch.is_grad_enabled():
             self._watch(call, before, outputs)
         if inside_backward():
             return  # a checkpoint is computed again, and its backward pass comes at once
         if not failed:
-            self._reshard(group)
-        if not self._stack:
+            self.reshard(group)
+        if not stack:
             self.swap.swap_out("forward")
             if not failed:
-                self._last_order = self._order
-                if not self._has_graph:
-                    self.reshard_all()
+                self.last_order = self.forward_pass.order
+                self.reshard(*self.groups)
 
     def abandon_forward(self) -> None:
         """It was left by an error, of which torch tells no hooks if it is an interrupt.
@@ -199,22 +193,25 @@ class FsdpRuntime:
         """
         if inside_backward():
             return
+        forward = self.forward_pass
         for group in self.groups:
-            group.waiting -= {call for call in group.waiting if call.forward == self._forwards}
-        if self._stack:
-            self._stack = []
+            for call in [call for call in group.waiting if call.forward is forward]:
+                del group.waiting[call]
+        if forward.stack:
+            forward.stack.clear()
             self.swap.swap_out("forward")
 
     # Between passes -------------------------------------------------------------------------
 
-    def reshard_all(self) -> None:
-        """Reshard all groups, those that were unsharded in vain, too."""
-        for group in self.groups:
-            group.reshard()
+    def reshard(self, *groups: ParameterGroup) -> None:
+        """After forward or backward passes, unless a graph of a backward pass reads them later."""
+        if not self.forward_pass.has_graph:
+            for group in groups:
+                group.reshard()
 
     def unshard_written(self) -> None:
         """Unshard what was written, in memory that stays. Blocks."""
-        self.write_epoch.settle()
+        self.write_epoch.wait_for_writes()
         for group in self.groups:
             group.unshard()
         for group in self.groups:
@@ -222,9 +219,9 @@ class FsdpRuntime:
 
     def prefetch_first(self) -> None:
         """Begin to unshard all groups for the next forward pass, in the order of the last one."""
-        self.write_epoch.settle()
-        self.prefetched = True
-        for group in dict.fromkeys((*self._last_order, *self.groups)):
+        self.write_epoch.wait_for_writes()
+        self.forward_pass.prefetched_next = True
+        for group in dict.fromkeys((*self.last_order, *self.groups)):
             group.unshard()
 
     # A backward pass: where it is -----------------------------------------------------------
@@ -232,33 +229,28 @@ class FsdpRuntime:
     def _watch(self, call: ForwardCall, before: set[Any], outputs: Any) -> None:
         """See to it that the backward pass through this call is noticed.
 
-        So it is where it comes to what was computed from an unsharded parameter, too; but then
-        views of parameters may have been read before. What a layer returns as it was given, such as
-        one that is left out at random, is of the group that has computed it.
+        So it is where it comes to what was computed from an unsharded parameter; but then views of
+        parameters may have been read before. What a layer returns as it was given, such as one that
+        is left out at random, is of the group that has computed it.
         """
-        call.group.waiting.add(call)
-        computed = [
-            t
-            for t in pytree.tree_leaves(outputs)
-            if isinstance(t, Tensor) and t.grad_fn and t.grad_fn not in before
-        ]
+        call.group.waiting[call] = False
+        tensors = [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.grad_fn]
+        computed = [t for t in tensors if t.grad_fn not in before]
         for number, output in enumerate(computed):
-            output.register_hook(lambda _, n=number: self._enter(call, n))  # type: ignore[no-untyped-call]
+            output.register_hook(lambda _, n=number: self._at_output(call, n))  # type: ignore[no-untyped-call]
         # A leaf would collect the hooks of all passes.
         if computed and before and None not in before:
             call.inputs = len(before)
             for node in before:
-                node.register_prehook(lambda _: self._leave(call))
+                node.register_prehook(lambda _: self._at_input(call))
 
-    def _begin_backward(self) -> None:
-        if not self.in_backward:
-            self.in_backward = True
-            self._keeps_graph = keeps_graph()
-            self._accumulates, self._makes_graph = accumulates_everywhere(), False
-            self.swap.swap_in("backward")  # for checkpoints, which are computed again
-            at_end_of_backward(self._end_backward)
+    def _begin_backward(self) -> BackwardPass:
+        backward = self.backward_pass = BackwardPass(keeps_graph(), accumulates_everywhere())
+        self.swap.swap_in("backward")  # for checkpoints, which are computed again
+        at_end_of_backward(partial(self._end_backward, backward))
+        return backward
 
-    def _enter(self, call: ForwardCall, output: int) -> None:
+    def _at_output(self, call: ForwardCall, output: int) -> None:
         """The gradient of an output of a group is there."""
         if output in call.spent:
             refuse(
@@ -267,11 +259,11 @@ class FsdpRuntime:
                 f"a second backward pass through one forward pass of {call.group.title}: its graph "
                 "is gone. Pass retain_graph=True to the first one, or run forward again",
             )
-        self._pre_backward(call)
-        call.entered.add(output)
+        self.pre_backward(call)
+        call.group.calls[call].add(output)
 
     @every_rank_does("FSDP")
-    def _pre_backward(self, call: ForwardCall) -> None:
+    def pre_backward(self, call: ForwardCall) -> None:
         """The backward pass of a group comes next."""
         group = call.group
         if call.epoch != self.write_epoch.number:
@@ -281,44 +273,47 @@ class FsdpRuntime:
                 f"backward through {group.title}, whose parameters were written after its forward "
                 "pass (an optimizer's step, load_state_dict): run forward again",
             )
-        self._begin_backward()
-        self._makes_graph = torch.is_grad_enabled()
-        self._has_graph |= self._makes_graph
-        opened = call not in group.open_calls
+        backward = self.backward_pass or self._begin_backward()
+        backward.makes_graph = torch.is_grad_enabled()
+        self.forward_pass.has_graph |= backward.makes_graph
+        opened = not call.inputs or call not in group.calls
         if opened:
-            self._open(call)
+            self._open(call, backward)
         group.unshard()
         group.wait_for_unshard()
         for earlier in call.earlier if opened else ():
             earlier.unshard()
 
-    def _open(self, call: ForwardCall) -> None:
+    def _open(self, call: ForwardCall, backward: BackwardPass) -> None:
         """The backward pass has come to this call, and so has left groups before it."""
         group = call.group
         if call.outer is not None:  # first, on all ranks, whose last computation it may be or not
-            self._pre_backward(call.outer)
-        self._calls.append(call)
-        group.waiting.discard(call)
-        group.begin_backward()
-        self._reached[group] = None
-        group.open_calls.add(call)
+            self.pre_backward(call.outer)
+        group.waiting.pop(call, None)
+        group.calls.setdefault(call, set())
+        call.inputs = call.inputs or -1  # of one that was left, and comes again, nobody knows
+        if group.phase is IDLE:
+            group.after("enter")
+            backward.reached.append(group)
         # Groups before are over, though they may not have all gradients. So ranks on which a
         # parameter was not used keep the order of those on which it was.
-        for other in self._reached:
-            if other.finished or other.surrounds or other.waiting or other is group:
+        for other in backward.reached:
+            phase = other.phase
+            if phase is DONE or phase is LEFT or other.surrounds or other.waiting or other is group:
                 continue
-            if not group.is_around(other):
-                self._post_backward(other)
+            if not group.is_around(other.name):
+                self.post_backward(other)
 
     @torch.no_grad()
     def post_accumulate_grad(
         self, group: ParameterGroup, gradient: FlatGradient, number: int, _: Tensor
     ) -> None:
         """Autograd has the whole gradient of an unsharded parameter."""
-        self._begin_backward()
-        self._accumulates = True
-        group.begin_backward()
-        self._reached[group] = None
+        backward = self.backward_pass or self._begin_backward()
+        backward.accumulates = True
+        if group.phase is IDLE:
+            group.after("enter")
+            backward.reached.append(group)
         if self.synchronize:
             gradient.accumulate(number)
         else:
@@ -326,43 +321,45 @@ class FsdpRuntime:
         over = group.count_gradient(gradient, number) and not group.surrounds
         # Of a graph that was kept nobody knows whether this pass comes to it, too: then ranks that
         # have all gradients wait for its end, as do those that lack some.
-        if over and not any(call.kept for call in group.waiting):
-            self._post_backward(group)
+        if over and not any(group.waiting.values()):
+            self.post_backward(group)
 
-    def _leave(self, call: ForwardCall) -> None:
+    def _at_input(self, call: ForwardCall) -> None:
         """The gradient of an input of a group is there."""
         call.inputs -= 1
         group = call.group
-        if call.inputs or call not in group.open_calls:
+        if call.inputs or call not in group.calls:
             return
-        group.open_calls.discard(call)
-        if not group.open_calls:  # all gradients of these are there; the rest was not used
-            if not group.waiting:
-                self._reduce_once(group)
-            self._reshard(group)
+        for other in group.calls:
+            if other.inputs:
+                return
+        if not group.waiting:  # all gradients of these calls are there; the rest was not used
+            self._reduce_once(group)
+        self.reshard(group)
 
     # A backward pass: what is over ----------------------------------------------------------
 
-    def _post_backward(self, group: ParameterGroup) -> None:
+    def post_backward(self, group: ParameterGroup) -> None:
         """A group gets no more gradients."""
-        group.finished = True
+        group.after("leave")
         self._reduce_once(group)
-        if not group.has_frozen:
-            self._reshard(group)
+        if all(p.requires_grad for flat in group.flats for p in flat.parameters):
+            self.reshard(group)  # else gradients do not tell of its end
 
     @every_rank_does("FSDP")
     def _reduce_once(self, group: ParameterGroup) -> None:
-        if self.synchronize and self._accumulates and group.owes:
-            group.reduced = True
+        backward = self.backward_pass
+        if self.synchronize and backward is not None and backward.accumulates and group.owes:
+            group.after("reduce")
             self._reduce(group)
 
     def _reduce(self, group: ParameterGroup) -> None:
         """Reduce the gradients of a group, when those of the one before are on this rank."""
-        for gradient in self._under_way:
+        for gradient in self.under_way:
             gradient.finish_scattering()
         for gradient in group.gradients:
             gradient.reduce()
-        self._under_way = group.gradients
+        self.under_way = group.gradients
 
     @torch.no_grad()
     @every_rank_does("FSDP")
@@ -377,7 +374,7 @@ class FsdpRuntime:
                 self._reduce(group)
             for gradient in self.gradients:
                 gradient.finish()
-            self._under_way = ()
+            self.under_way = ()
             # Which parameters have a mean on any rank, and whether a compressor's are all finite.
             mine = [g.has_mean(at) for g in self.gradients for at in range(len(g.flat.parameters))]
             if compressor is not None:
@@ -393,46 +390,38 @@ class FsdpRuntime:
             raise
         if compressor is not None:
             compressor.end_pass(counts=not used.pop())
-        first, reached = 0, []
+        reached, flag = [], iter(used)
         for gradient in self.gradients:
-            last = first + len(gradient.flat.parameters)
-            reached += gradient.finalize(used[first:last])
-            first = last
+            reached += gradient.finalize([next(flag) for _ in gradient.flat.parameters])
         self.accumulated = False
         self.plan.world.progress.count(self)
         return reached
 
-    def _reshard(self, group: ParameterGroup) -> None:
-        """After its forward or backward pass, unless a graph of a backward pass reads it later."""
-        if not self._has_graph:
-            group.reshard()
-
     @every_rank_does("FSDP")
-    def _end_backward(self) -> None:
-        for call in self._calls:
-            if self._keeps_graph:
-                call.kept = True
-                call.group.waiting.add(call)
-            else:
-                call.spent |= call.entered
-            call.entered.clear()
+    def _end_backward(self, backward: BackwardPass) -> None:
+        for group in backward.reached:
+            for call, outputs in group.calls.items():
+                if backward.keeps_graph:
+                    group.waiting[call] = True
+                else:
+                    call.spent |= outputs
         reduced: list[nn.Parameter] = []
-        if self.synchronize and self._accumulates:
-            reached = sorted(self._reached, key=lambda group: group.surrounds)
+        if self.synchronize and backward.accumulates:
+            reached = sorted(backward.reached, key=lambda group: group.surrounds)
             groups = dict.fromkeys((*reached, *self.groups))
             reduced = self.finish_reduction([group for group in groups if group.owes])
-        self._close_backward()
+        self._close_backward(backward)
         call_post_accumulate_hooks(reduced)  # which may be an optimizer's step
 
-    def _close_backward(self) -> None:
-        self.in_backward = False
-        self._calls = []
-        self._reached = {}
-        self._has_graph &= self._makes_graph or self._keeps_graph
+    def _close_backward(self, backward: BackwardPass) -> None:
+        self.backward_pass = None
+        self.forward_pass.has_graph &= backward.makes_graph or backward.keeps_graph
         self.swap.swap_out("backward")
-        for group in self.groups:
-            group.end_backward()
-            self._reshard(group)
+        for group in backward.reached:
+            group.after("end")
+            group.calls.clear()
+            group.missing.clear()
+        self.reshard(*self.groups)
 
 
 def _nodes(given: Any) -> set[Any]:

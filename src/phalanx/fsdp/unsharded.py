@@ -96,10 +96,8 @@ class UnshardedParameter(nn.Parameter):
         unsharded.shard = shard
         return unsharded
 
-    def __init__(
-        self, data: Tensor, state: UnshardState, name_in_model: str, shard: nn.Parameter
-    ) -> None:
-        pass  # __new__ has done all: nn.Parameter has no __init__ that takes these
+    def __init__(self, *_: object) -> None:
+        pass  # __new__ has done all: nn.Parameter has no __init__ that takes its arguments
 
     @classmethod
     def __torch_function__(

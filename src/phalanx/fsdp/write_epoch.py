@@ -81,7 +81,7 @@ class WriteEpoch:
         if self._in_place:
             self._say_written(what)
 
-    def settle(self) -> None:
+    def wait_for_writes(self) -> None:
         """Before parameters are read: wait until what was written is there, on all ranks."""
         barrier = self._shard_group.barrier
         if self._writer is not None:  # a step that failed, or one that computes a closure
@@ -109,7 +109,8 @@ class WriteEpoch:
         self._stale = True
         for group in self._groups:
             group.reshard()
-            group.waiting.clear()  # what has read the old values goes no way back
+            if group.waiting:  # what has read the old values goes no way back
+                group.waiting.clear()
         for flat in self._flats:
             flat.current = False
 
