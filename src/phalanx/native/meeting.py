@@ -26,11 +26,13 @@ import hmac
 import logging
 import os
 import secrets
+import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -42,11 +44,13 @@ from phalanx.errors import (
     DistributedError,
     InvalidWorldSizeError,
     MisuseError,
+    name_ranks,
     plain,
 )
+from phalanx.transport.tcp.addresses import ELSEWHERE, listen_toward
 from phalanx.transport.tcp.admission import MAKE_ONE, find_token
 from phalanx.transport.tcp.heartbeat import host_id
-from phalanx.wire.control import is_loopback, learned, parse_address
+from phalanx.wire.control import Endpoint, is_loopback, learned, parse_address
 
 log = logging.getLogger("phalanx")
 
@@ -73,6 +77,23 @@ def tries(deadline: float) -> Iterator[float]:
             return
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def connect_torchs_store(endpoint: Endpoint, deadline: float) -> Store:
+    """Return the TCPStore that is held there; tries again until `deadline`."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined] # noqa: PLC0415
+
+    failure: Exception = TimeoutError()
+    for left in tries(deadline):
+        try:
+            # A plain socket says soon and in words what the store's own client says at length.
+            seconds = min(max(left, 1.0), 86400.0)  # neither of the two knows infinity
+            socket.create_connection(endpoint, min(left, seconds)).close()
+            wait = timedelta(seconds=seconds)
+            return TCPStore(*endpoint, is_master=False, timeout=wait, wait_for_workers=False)
+        except (OSError, RuntimeError) as error:
+            failure = error
+    raise failure
 
 
 def trust_in_torchs_store(environ: Mapping[str, str] = os.environ) -> Trust:
@@ -205,8 +226,23 @@ _ERRORS: Mapping[str, type[DistributedError]] = MappingProxyType(
 )
 
 
+class Met(NamedTuple):
+    """The outcome of a meeting.
+
+    address    where rank 0 listens
+    token      of the mesh; None for that of the environment, if it has one
+    listener   on rank 0, which may have one
+    gpu        whether all ranks have a GPU of their own
+    """
+
+    address: str
+    token: str | None = None
+    listener: socket.socket | None = None
+    gpu: bool = False
+
+
 class Meeting:
-    """One rank's part in one meeting: `come()`, then `tell()`, on every rank.
+    """One rank's part in one meeting: `meet()`, or `come()` and then `tell()`, on every rank.
 
     timeout   seconds for both
     op        what the user has called, for errors
@@ -234,6 +270,21 @@ class Meeting:
     def left(self) -> float:
         """Return the seconds until the deadline."""
         return self.deadline - time.monotonic()
+
+    def meet(self, toward: Endpoint) -> Met:
+        """Return the outcome, the same on all ranks; rank 0 listens by way of `toward`. Raises what
+        `come` and `tell` do, and on all ranks why rank 0 cannot listen.
+        """
+        one_host, listener, endpoint = self.come(), None, None
+        try:
+            if self.rank == 0:
+                listener, endpoint = listen_toward(toward, one_host=one_host)
+        except DistributedError as error:
+            self.fail(error)
+            raise
+        with _closing_on_error(listener):
+            answer = self.tell(str(endpoint), secrets.token_hex(32))
+        return Met(answer.address, answer.token or None, listener, answer.gpu)
 
     def come(self) -> bool:
         """Say that this rank is here. On rank 0 wait for all, and return whether all are on one
@@ -403,7 +454,6 @@ class Meeting:
         ranks = [each for each in range(self.world_size) if each != self.rank]
         missing = [each for each in ranks if self._presence(self._key(each), each) is None]
         missing = missing or [rank]
-        names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         they = "they" if len(missing) > 1 else "it"
         strange = ""
         if self.words.strange:
@@ -417,7 +467,7 @@ class Meeting:
                 "token, of its own"
             )
         return CollectiveTimeoutError(
-            f"rank {self.rank} waited {self.timeout:g} s in {self.op} for {names} of "
+            f"rank {self.rank} waited {self.timeout:g} s in {self.op} for {name_ranks(missing)} of "
             f"{self.world_size}: did {they} start, with the same address and world size, and call "
             f"{self.op} as often as this rank?{strange}",
             rank=self.rank,
@@ -444,3 +494,43 @@ def _decode(text: str, kind: type[_T]) -> _T | None:
         return msgspec.json.decode(text, type=learned(kind))
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
+
+
+# ------------------------------------------------------------------------------
+# Without a store: a library that brings bytes of rank 0 to all ranks.
+
+_BLOCK = 512  # bytes: an address, and a token
+
+
+def meet_by(
+    broadcast: Callable[[bytearray], object], rank: int, toward: Endpoint, *, one_host: bool
+) -> Met:
+    """Return the outcome of a meeting in which `broadcast` fills each rank's block with that of
+    rank 0, and strangers cannot write. Rank 0 listens by way of `toward`.
+    """
+    listener, block = None, bytearray()
+    given = find_token()  # which what comes never takes the place of
+    if rank == 0:
+        listener, address = listen_toward(toward, one_host=one_host)
+        block += f"{address} {'' if given else secrets.token_hex(32)}".encode()
+    block = block.ljust(_BLOCK, b"\0")
+    with _closing_on_error(listener):
+        broadcast(block)
+    told, _, token = block.rstrip(b"\0").decode().partition(" ")
+    return Met(told, None if given else token or None, listener)
+
+
+@contextmanager
+def _closing_on_error(listener: socket.socket | None) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        if listener is not None:
+            listener.close()
+        raise
+
+
+def by_way_of(host: str = "") -> Endpoint:
+    """Return what lies in the direction of the other ranks: `host`, or else MASTER_ADDR."""
+    host = host or os.environ.get("MASTER_ADDR", "")
+    return Endpoint(host, 0) if host else ELSEWHERE

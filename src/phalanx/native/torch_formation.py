@@ -6,10 +6,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +16,15 @@ import torch.distributed
 from xxhash import xxh3_64_intdigest
 
 from phalanx.errors import BackendUnavailableError, CollectiveTimeoutError
-from phalanx.native.base import WORD_BYTES
-from phalanx.native.meeting import Meeting, Words, trust_in_torchs_store
+from phalanx.native.meeting import (
+    Meeting,
+    Met,
+    Words,
+    by_way_of,
+    connect_torchs_store,
+    meet_by,
+    trust_in_torchs_store,
+)
 from phalanx.transport.tcp.addresses import (
     address_on_interface,
     chosen_interfaces,
@@ -115,13 +121,7 @@ def store_at(
             master_listen_fd=listener.detach(),
         )
     try:
-        return dist.TCPStore(
-            endpoint.host,
-            endpoint.port,
-            is_master=False,
-            timeout=_seconds(timeout),
-            wait_for_workers=False,
-        )
+        return connect_torchs_store(endpoint, time.monotonic() + timeout)
     except (RuntimeError, OSError) as error:
         raise BackendUnavailableError(
             f"rank {rank} cannot reach rank 0 at {endpoint} within {timeout:g} s ({error}): has "
@@ -157,42 +157,29 @@ def store_of(group: ProcessGroup) -> tuple[Store, str] | None:
     return None
 
 
-def talk_over(
+def meet_over(
     group: ProcessGroup, place: tuple[Store, str] | None, device: str, timeout: float
-) -> tuple[str | None, Callable[[bytes], bytes]]:
-    """`LibraryBackend`'s `host` and `tell` for the ranks of a given group.
+) -> Met:
+    """How the ranks of a given group meet.
 
     By its store; or, where it does not know one, by its own collectives of tensors on `device`.
     """
     rank, size = group.rank(), group.size()
     if place is not None:
         store, prefix = place
-        words = words_in(store, f"{getattr(group, 'group_name', '')}/{prefix}")
-        meeting = Meeting(words, rank, size, timeout, "TorchBackend")
-        return "127.0.0.1" if meeting.come() else None, partial(tell_by, meeting)
+        scope = (f"{getattr(group, 'group_name', '')}/{prefix}",)
+        words = Words(store, scope, trust_in_torchs_store())
+        return Meeting(words, rank, size, timeout, "TorchBackend").meet(by_way_of())
     numbers = torch.zeros(size, dtype=torch.int64, device=device)
     numbers[rank] = xxh3_64_intdigest(host_id().encode()) >> 1
     group.allreduce([numbers]).wait()
 
-    def tell(word: bytes) -> bytes:
-        block = torch.frombuffer(bytearray(word.ljust(WORD_BYTES, b"\0")), dtype=torch.uint8)
-        block = block.to(device)
-        group.broadcast(block, 0).wait()
-        return bytes(block.tolist()).rstrip(b"\0")
+    def broadcast(block: bytearray) -> None:
+        there = torch.frombuffer(block, dtype=torch.uint8).to(device)
+        group.broadcast(there, 0).wait()
+        block[:] = bytes(there.tolist())
 
-    return "127.0.0.1" if len(set(numbers.tolist())) == 1 else None, tell
-
-
-def words_in(store: Store, prefix: str) -> Words:
-    """Return our words in a store of torch's, under this prefix."""
-    return Words(store, (prefix,), trust_in_torchs_store())
-
-
-def tell_by(meeting: Meeting, word: bytes) -> bytes:
-    """Return what rank 0 tells all ranks: an address, and the mesh's token if there is one."""
-    address, _, token = word.decode().partition(" ")
-    answer = meeting.tell(address, token)
-    return f"{answer.address} {answer.token}".encode()
+    return meet_by(broadcast, rank, by_way_of(), one_host=len(set(numbers.tolist())) == 1)
 
 
 # ------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -11,7 +10,7 @@ from phalanx.core.backend import DEFAULT_TIMEOUT
 from phalanx.core.call import check_timeout
 from phalanx.errors import BackendUnavailableError, MisuseError
 from phalanx.native.base import LibraryBackend
-from phalanx.native.meeting import Meeting
+from phalanx.native.meeting import Meeting, Words, by_way_of, trust_in_torchs_store
 from phalanx.transport.backends import check_rank
 from phalanx.wire.control import parse_address
 
@@ -61,7 +60,7 @@ class TorchBackend(LibraryBackend):
         super().__init__(
             group.rank(),
             group.size(),
-            *torch_formation.talk_over(group, place, next(iter(kinds)), timeout),
+            torch_formation.meet_over(group, place, next(iter(kinds)), timeout),
             lambda topology: torch_library.library_over(group, kinds, place, topology),
             name="the process group",
             timeout=timeout,
@@ -93,10 +92,9 @@ class _NamedBackend(LibraryBackend):
 
             store = torch_formation.store_at(rank, world_size, master_addr, timeout, listener)
             prefix = f"phalanx/{job}/{generation}"
-            words = torch_formation.words_in(store, prefix)
-            meeting = Meeting(words, rank, world_size, timeout, "init")
-            one_host = meeting.come() or world_size == 1
-            host = "127.0.0.1" if one_host else parse_address(master_addr).host
+            words = Words(store, (prefix,), trust_in_torchs_store())
+            toward = by_way_of(parse_address(master_addr).host if world_size > 1 else "")
+            met = Meeting(words, rank, world_size, timeout, "init").meet(toward)
         except BaseException:
             if listener is not None:
                 listener.close()
@@ -114,8 +112,7 @@ class _NamedBackend(LibraryBackend):
         super().__init__(
             rank,
             world_size,
-            host,
-            partial(torch_formation.tell_by, meeting),
+            met,
             join,
             name=self.kind,
             timeout=timeout,
