@@ -56,149 +56,51 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _WHERE = {
-    "phalanx.aggregation": (
-        "AllReduceAggregator",
-        "CompressedAggregator",
-        "GradientAggregator",
-        "LocalAggregator",
-        "ParameterServer",
-    ),
-    "phalanx.backends": (
-        "DEFAULT_TIMEOUT",
-        "Backend",
-        "GlooBackend",
-        "HybridBackend",
-        "MpiBackend",
-        "NcclBackend",
-        "SharedMemoryBackend",
-        "SimulatedBackend",
-        "SubBackend",
-        "TcpBackend",
-        "TorchBackend",
-        "UccBackend",
-    ),
-    "phalanx.checkpoint": (
-        "latest_checkpoint",
-        "load_checkpoint",
-        "load_pretrained",
-        "save_checkpoint",
-    ),
-    "phalanx.collectives": (
-        "PendingCollective",
-        "ReduceOp",
-        "all_gather",
-        "all_gather_object",
-        "all_reduce",
-        "all_reduce_",
-        "all_reduce_coalesced",
-        "all_reduce_coalesced_",
-        "all_to_all",
-        "all_to_all_uneven",
-        "async_all_gather",
-        "async_all_gather_object",
-        "async_all_reduce",
-        "async_all_reduce_",
-        "async_all_reduce_coalesced",
-        "async_all_reduce_coalesced_",
-        "async_all_to_all",
-        "async_all_to_all_uneven",
-        "async_barrier",
-        "async_broadcast",
-        "async_broadcast_",
-        "async_broadcast_object",
-        "async_gather",
-        "async_reduce",
-        "async_reduce_",
-        "async_reduce_scatter",
-        "async_scatter",
-        "barrier",
-        "broadcast",
-        "broadcast_",
-        "broadcast_object",
-        "chunk_ranges",
-        "gather",
-        "irecv",
-        "isend",
-        "recv",
-        "recv_object",
-        "reduce",
-        "reduce_",
-        "reduce_scatter",
-        "scatter",
-        "send",
-        "send_object",
-        "sendrecv",
-        "wait_any",
-    ),
-    "phalanx.compression": (
-        "CompressedGradient",
-        "ErrorFeedback",
-        "PowerSGD",
-        "Quantized",
-        "TopK",
-        "TopKCompressor",
-        "compress_gradients",
-        "decompress_gradients",
-    ),
-    "phalanx.errors": (
-        "AuthenticationError",
-        "BackendUnavailableError",
-        "CheckpointDamagedError",
-        "CheckpointError",
-        "CheckpointIOError",
-        "CheckpointMismatchError",
-        "CheckpointNotFoundError",
-        "CollectiveTimeoutError",
-        "DeadlockError",
-        "DesyncError",
-        "DistributedError",
-        "InvalidRankError",
-        "InvalidWorldSizeError",
-        "MalformedObjectError",
-        "MisuseError",
-        "PeerLostError",
-        "RankStopped",
-        "SelfSendError",
-        "SizeMismatchError",
-        "UnsupportedObjectError",
-        "UnsupportedOperationError",
-    ),
-    "phalanx.fsdp": ("FSDP", "MixedPrecision", "ShardingStrategy"),
-    "phalanx.launch.init": ("init",),
-    "phalanx.launch.simulate": ("Simulation", "simulate"),
-    "phalanx.launch.spawn": ("spawn",),
-    "phalanx.parallel": (
-        "DDP",
-        "DeviceMesh",
-        "DiLoCo",
-        "GradScaler",
-        "LocalSGD",
-        "SyncBatchNorm",
-        "clip_grad_norm_",
-        "convert_sync_batchnorm",
-    ),
-    "phalanx.pipeline": (
-        "Pipeline",
-        "PipelineParallelConfig",
-        "balance_stages",
-        "split_into_stages",
-    ),
-    "phalanx.tensor": (
-        "ColumnParallelLinear",
-        "ParallelEmbedding",
-        "RowParallelLinear",
-        "gather_shards",
-        "parallelize",
-        "shard_tensor",
-    ),
-    "phalanx.training": (
-        "Notice",
-        "Scalars",
-        "distributed_train_step",
-        "train_epoch",
-    ),
+    "phalanx.aggregation": """
+        AllReduceAggregator CompressedAggregator GradientAggregator LocalAggregator ParameterServer
+    """,
+    "phalanx.backends": """
+        DEFAULT_TIMEOUT Backend GlooBackend HybridBackend MpiBackend NcclBackend SharedMemoryBackend
+        SimulatedBackend SubBackend TcpBackend TorchBackend UccBackend
+    """,
+    "phalanx.checkpoint": "latest_checkpoint load_checkpoint load_pretrained save_checkpoint",
+    "phalanx.collectives": """
+        PendingCollective ReduceOp all_gather all_gather_object all_reduce all_reduce_
+        all_reduce_coalesced all_reduce_coalesced_ all_to_all all_to_all_uneven async_all_gather
+        async_all_gather_object async_all_reduce async_all_reduce_ async_all_reduce_coalesced
+        async_all_reduce_coalesced_ async_all_to_all async_all_to_all_uneven async_barrier
+        async_broadcast async_broadcast_ async_broadcast_object async_gather async_reduce
+        async_reduce_ async_reduce_scatter async_scatter barrier broadcast broadcast_
+        broadcast_object chunk_ranges gather irecv isend recv recv_object reduce reduce_
+        reduce_scatter scatter send send_object sendrecv wait_any
+    """,
+    "phalanx.compression": """
+        CompressedGradient ErrorFeedback PowerSGD Quantized TopK TopKCompressor compress_gradients
+        decompress_gradients
+    """,
+    "phalanx.errors": """
+        AuthenticationError BackendUnavailableError CheckpointDamagedError CheckpointError
+        CheckpointIOError CheckpointMismatchError CheckpointNotFoundError CollectiveTimeoutError
+        DeadlockError DesyncError DistributedError InvalidRankError InvalidWorldSizeError
+        MalformedObjectError MisuseError PeerLostError RankStopped SelfSendError SizeMismatchError
+        UnsupportedObjectError UnsupportedOperationError
+    """,
+    "phalanx.fsdp": "FSDP MixedPrecision ShardingStrategy",
+    "phalanx.launch.init": "init",
+    "phalanx.launch.simulate": "Simulation simulate",
+    "phalanx.launch.spawn": "spawn",
+    "phalanx.parallel": """
+        DDP DeviceMesh DiLoCo GradScaler LocalSGD SyncBatchNorm clip_grad_norm_
+        convert_sync_batchnorm
+    """,
+    "phalanx.pipeline": "Pipeline PipelineParallelConfig balance_stages split_into_stages",
+    "phalanx.tensor": """
+        ColumnParallelLinear ParallelEmbedding RowParallelLinear gather_shards parallelize
+        shard_tensor
+    """,
+    "phalanx.training": "Notice Scalars distributed_train_step train_epoch",
 }
-_MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
+_MODULE_OF = {name: module for module, names in _WHERE.items() for name in names.split()}
 
 __all__ = sorted(_MODULE_OF)  # noqa: PLE0605 - each is spelled out above
 

@@ -37,6 +37,7 @@ TypeError or ValueError. Attributes have the known facts, `None` if one has no m
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 __all__ = [
     "AuthenticationError",
@@ -89,14 +90,14 @@ class DistributedError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Keyword-only arguments do not survive the default, which calls cls(*args).
-        return (_rebuild, (type(self), self.message, self.__dict__.copy()))
+        return (rebuild, (type(self), self.message, self.__dict__.copy()))
 
     def again(self) -> DistributedError:
         """Return an equal error to raise again: each raise adds a traceback to an error."""
-        return _rebuild(type(self), self.message, self.__dict__)
+        return rebuild(type(self), self.message, self.__dict__)
 
 
-def _rebuild(
+def rebuild(
     kind: type[DistributedError], message: str, attributes: dict[str, object]
 ) -> DistributedError:
     error = kind(message)
@@ -192,6 +193,11 @@ class RankStopped(BaseException):
 
     Not an `Exception`, so that `except Exception` in training code lets it pass.
     """
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return `rank 2`, or `ranks 2, 3`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 # ------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from typing_extensions import override
 from phalanx import Backend, ReduceOp
 from phalanx.core.steps import NativeCall
 from phalanx.native.base import Handle, Library, LibraryBackend
+from phalanx.native.store_rendezvous import rendezvous_by, route_by
 
 
 @dataclass
@@ -125,17 +126,17 @@ class Looped(Threads):
         told: Future[bytes] = Future()
 
         def make(rank: int) -> Backend:
-            def tell(word: bytes) -> bytes:
+            def broadcast(block: bytearray) -> None:
                 if rank == 0:
-                    told.set_result(word)
-                return told.result(timeout)
+                    told.set_result(bytes(block))
+                block[:] = told.result(timeout)
 
             def join(topology: tuple[int, ...]) -> LoopLibrary:
                 if self.join_fails:
                     raise OSError(self.join_fails)
                 return libraries[rank]
 
-            host = "127.0.0.1"
-            return LibraryBackend(rank, world_size, host, tell, join, name="Loop", timeout=timeout)
+            met = rendezvous_by(broadcast, rank, route_by(), one_host=True)
+            return LibraryBackend(rank, world_size, met, join, name="Loop", timeout=timeout)
 
         return [partial(make, rank) for rank in range(world_size)]

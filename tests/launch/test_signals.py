@@ -10,7 +10,7 @@ from types import FrameType
 
 import pytest
 
-from phalanx.launch.run import Interrupted, Signals, announce_end
+from phalanx.launch.signals import Interrupted, Signals, announce_end
 
 pytestmark = pytest.mark.skipif(
     threading.current_thread() is not threading.main_thread(),

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from phalanx import files
 from phalanx.checkpoint.group import group_for
 from phalanx.checkpoint.load import shown
-from phalanx.checkpoint.manifest import decode
+from phalanx.checkpoint.manifest import CutRecord, decode
+from phalanx.checkpoint.parts import cuts_of
 from phalanx.checkpoint.safetensors_format import (
     INDEX,
     LONGEST_HEADER,
@@ -39,8 +40,6 @@ from phalanx.errors import (
     CheckpointNotFoundError,
     plain,
 )
-from phalanx.parallel.wrapper import walk
-from phalanx.tensor.layer import ParallelLayer
 from phalanx.wire.codec import DTYPES
 from phalanx.wire.memory import copy_bits, tensor_bytes
 
@@ -137,7 +136,7 @@ class _Pretrained:
                 f"{self._folder} does not fit: it has no {shown(missing)}, which the model has. If "
                 "they are there under other names, give rename="
             )
-        cuts = dict(_cuts(self._model))
+        cuts = cuts_of(self._model, here)
         wrong = []
         for name, shard in here.items():
             entries = [there[known] for known in names[name] if known in there]
@@ -214,29 +213,16 @@ def _renamed(entries: Mapping[str, TensorEntry], rename: Rename | None) -> dict[
 #                                                          6 7 8 [9 10 11]
 #     ranges: 3 from element 3 on, 3 from element 9 on
 
-Cut = tuple[int, int, tuple[tuple[int, int], ...]]
-"""A dimension, how long it is in the whole, and the runs (start, end) of it that a rank has."""
-
-
-def _cuts(model: nn.Module) -> Iterator[tuple[str, Cut]]:
-    for prefix, module in walk(model):
-        if isinstance(module, ParallelLayer):
-            for name, split in module.splits.items():
-                yield (
-                    prefix + name,
-                    (split.dim, split.cut.total, split.cut.runs[module.backend.rank]),
-                )
-
 
 def _whole(
-    shard: ParameterShard, cut: Cut | None
+    shard: ParameterShard, cut: CutRecord | None
 ) -> tuple[tuple[int, ...], Callable[[], Iterator[Range]]]:
     """Return the shape of the whole tensor, and a shard's ranges of it."""
     shape, start, stop = shard.slice
     if cut is None:
         return shape, lambda: iter([(start, stop - start, 0)])
-    dim, total, runs = cut
-    whole = (*shape[:dim], total, *shape[dim + 1 :])
+    dim, runs = cut.dim, cut.runs[cut.rank]
+    whole = (*shape[:dim], cut.total, *shape[dim + 1 :])
     rows, inner = shape[dim], prod(shape[dim + 1 :])
 
     def ranges() -> Iterator[Range]:
@@ -246,7 +232,7 @@ def _whole(
                 length = (end - begin) * inner
                 first, last = max(at, start), min(at + length, stop)
                 if first < last:
-                    source = (outer * total + begin) * inner + first - at
+                    source = (outer * cut.total + begin) * inner + first - at
                     yield source, last - first, first - start
                 at += length
 

@@ -18,6 +18,8 @@ from typing import Annotated
 
 import typer
 
+from phalanx.launch.command import Args, Module
+
 Kind = Annotated[
     str,
     typer.Option(
@@ -82,9 +84,7 @@ def kubernetes_command(
     script: Annotated[
         str, typer.Argument(metavar="SCRIPT", help="The script in the image, or with -m a module.")
     ],
-    args: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", help="For the script, untouched.")
-    ] = None,
+    args: Args = None,
     image: Annotated[str, typer.Option(metavar="IMAGE", help="The container image.")],
     nodes: Annotated[int, typer.Option(metavar="N", help="How many pods.")] = 1,
     ranks: Annotated[
@@ -94,9 +94,7 @@ def kubernetes_command(
     name: Annotated[
         str, typer.Option(metavar="NAME", help="Of the job.", show_default="the script's")
     ] = "",
-    module: Annotated[
-        bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as in python -m.")
-    ] = False,
+    module: Module = False,
     memory: Memory = "",
     shm: SharedMemory = "",
     volumes: Volumes = None,

@@ -18,22 +18,18 @@ from typing import Annotated
 
 import typer
 
+from phalanx.launch.command import Args, Module, Script
+
 
 def slurm_command(
     *,
-    script: Annotated[
-        str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.")
-    ],
-    args: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", help="For the script, untouched.")
-    ] = None,
+    script: Script,
+    args: Args = None,
     nodes: Annotated[int, typer.Option(metavar="N", help="How many nodes.")] = 1,
     ranks: Annotated[
         int, typer.Option("-n", "--ranks", metavar="N", help="How many ranks on each node.")
     ] = 1,
-    module: Annotated[
-        bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as in python -m.")
-    ] = False,
+    module: Module = False,
     time: Annotated[
         str, typer.Option(metavar="H:M:S", help="How long the job may run; as sbatch has it.")
     ] = "",

@@ -38,6 +38,7 @@ from time import time
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from phalanx.core.call import Call
 from phalanx.core.posted import PostedMessage, PostedReceive, Wait
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 # What `backend.counters()` returns.
 
 
-class PeerCounts(Struct, frozen=True):
+class PeerCounts(Struct):
     """What one rank has exchanged with one other.
 
     messages_sent, messages_received, bytes_sent, bytes_received   of messages, without headers
@@ -135,25 +136,6 @@ class Taken:
         self.times = 0
 
 
-class _Peer:
-    """The numbers of one peer as they grow; `PeerCounts` is a copy."""
-
-    __slots__ = (
-        "bytes_given",
-        "bytes_read",
-        "bytes_received",
-        "bytes_sent",
-        "messages_received",
-        "messages_sent",
-        "seconds_waiting",
-    )
-
-    def __init__(self) -> None:
-        self.messages_sent = self.messages_received = 0
-        self.bytes_sent = self.bytes_received = self.bytes_given = self.bytes_read = 0
-        self.seconds_waiting = 0.0
-
-
 class Counters:
     """Counts what one rank does, from when it is made on. The engine's lock is held in all of it,
     but in `blocks` and `is_free`."""
@@ -174,7 +156,7 @@ class Counters:
         self._kept = kept
         self._failures = failures
         self._since = time()
-        self._peers: defaultdict[int, _Peer] = defaultdict(_Peer)
+        self._peers: defaultdict[int, PeerCounts] = defaultdict(PeerCounts)
         self._operations: defaultdict[str, list[float]] = defaultdict(lambda: [0, 0.0])
         self._seconds_unknown = 0.0
         self._taken: list[Taken] = []
@@ -195,7 +177,10 @@ class Counters:
             self._rank,
             self._world_size,
             self._since,
-            {peer: self._of(peer, kept.get(peer, 0)) for peer in sorted({*self._peers, *kept})},
+            {
+                peer: replace(self._peers.get(peer, PeerCounts()), bytes_kept=kept.get(peer, 0))
+                for peer in sorted({*self._peers, *kept})
+            },
             {
                 name: OperationCounts(int(count), seconds)
                 for name, (count, seconds) in sorted(self._operations.items())
@@ -203,11 +188,6 @@ class Counters:
             self._seconds_unknown,
             dict(self._failures),
         )
-
-    def _of(self, peer: int, kept: int) -> PeerCounts:
-        counted = self._peers.get(peer) or _Peer()
-        numbers = {name: getattr(counted, name) for name in _Peer.__slots__}
-        return PeerCounts(**numbers, bytes_kept=kept)
 
     # Operations and bytes -------------------------------------------------------------------
 

@@ -10,6 +10,14 @@ import typer
 
 from phalanx.errors import DistributedError
 
+Script = Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.")]
+Args = Annotated[
+    list[str] | None, typer.Argument(metavar="[ARGS]...", help="For the script, untouched.")
+]
+Module = Annotated[
+    bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as in python -m.")
+]
+
 
 def run_app(app: typer.Typer, name: str) -> None:
     """Run a command line of this process, and end that with the exit code. After an error of
@@ -24,12 +32,8 @@ def run_app(app: typer.Typer, name: str) -> None:
 
 def run_command(
     *,
-    script: Annotated[
-        str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.")
-    ],
-    args: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", help="For the script, untouched.")
-    ] = None,
+    script: Script,
+    args: Args = None,
     ranks: Annotated[
         int | None,
         typer.Option(
@@ -40,9 +44,7 @@ def run_command(
             show_default="PET_NPROC_PER_NODE, or 1",
         ),
     ] = None,
-    module: Annotated[
-        bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as in python -m.")
-    ] = False,
+    module: Module = False,
     nodes: Annotated[
         int | None,
         typer.Option(

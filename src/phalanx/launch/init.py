@@ -20,26 +20,18 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from phalanx.core.backend import DEFAULT_TIMEOUT
 from phalanx.core.recorder import LOG_VARIABLE
-from phalanx.errors import (
-    AuthenticationError,
-    BackendUnavailableError,
-    CollectiveTimeoutError,
-    DistributedError,
-)
+from phalanx.errors import AuthenticationError, BackendUnavailableError, CollectiveTimeoutError
 from phalanx.hooks import begin_observers, check_observers
 from phalanx.launch import slurm
 from phalanx.launch.environment import World, read_environment
@@ -48,14 +40,17 @@ from phalanx.native.mpi import duplicate, import_mpi
 from phalanx.native.mpi_library import wait_until
 from phalanx.native.store_rendezvous import (
     Entries,
-    RendezvousAnswer,
+    RendezvousResult,
     StoreRendezvous,
     Trust,
-    tries,
+    connect_torchs_store,
+    rendezvous_by,
+    route_by,
     trust_in_torchs_store,
 )
+from phalanx.transport import backends
 from phalanx.transport.backends import MeshBackend
-from phalanx.transport.tcp.addresses import ELSEWHERE, address_toward, listen_toward, resolve
+from phalanx.transport.tcp.addresses import address_toward, resolve
 from phalanx.transport.tcp.admission import find_token
 from phalanx.wire.control import Endpoint
 
@@ -133,23 +128,21 @@ def rendezvous(world: World, *, timeout: float, own_gpu: bool = False) -> World:
     if world.world_size == 1:
         return world
     if world.agent_store:
-        return _rendezvous_at_store(world, timeout, own_gpu)
-    listener: socket.socket | None = None
-    if world.master_port:
+        met = _rendezvous_at_store(world, timeout, own_gpu)
+    elif world.master_port:
         endpoint = Endpoint(world.master_addr, world.master_port)
         if world.source == "slurm" and not world.one_host:
             slurm.check_first_node(os.environ, world.rank, endpoint)
             if world.rank == 0:  # to which its own name may mean loopback
                 endpoint = endpoint._replace(host=address_toward(*endpoint, one_host=False))
-        message = str(endpoint)
+        met = RendezvousResult(str(endpoint))
     else:
-        message, listener = _rendezvous_over_mpi(world, timeout)
-    address, _, token = message.partition(" ")
-    token = "" if find_token() else token  # a received token never replaces a given one
-    return replace(world, address=address, token=token or None, listener=listener)
+        met = _rendezvous_over_mpi(world, timeout)
+    address, token, listener, gpu = met
+    return replace(world, address=address, token=token, listener=listener, nccl=gpu)
 
 
-def _rendezvous_at_store(world: World, timeout: float, own_gpu: bool) -> World:
+def _rendezvous_at_store(world: World, timeout: float, own_gpu: bool) -> RendezvousResult:
     deadline = time.monotonic() + timeout
     endpoint = Endpoint(world.master_addr, world.master_port)
     trust: Trust = "door" if world.own_store else trust_in_torchs_store()
@@ -172,57 +165,14 @@ def _rendezvous_at_store(world: World, timeout: float, own_gpu: bool) -> World:
     part = StoreRendezvous(entries, world.rank, world.world_size, timeout, "init", gpu=own_gpu)
     part.deadline = deadline
     try:
-        answer, listener = meet(part, endpoint)
+        return part.run(endpoint)
     finally:
         if world.own_store:
             store.close()
-    return replace(
-        world,
-        address=answer.address,
-        token=answer.token or None,
-        listener=listener,
-        nccl=answer.gpu,
-    )
 
 
-def meet(part: StoreRendezvous, toward: Endpoint) -> tuple[RendezvousAnswer, socket.socket | None]:
-    """Return rank 0's answer, and on rank 0 its listener. Raise as `StoreRendezvous` does."""
-    one_host = part.announce()
-    if part.rank:
-        return part.exchange(), None
-    try:
-        listener, address = listen_toward(toward, one_host=one_host)
-    except DistributedError as error:
-        part.fail(error)
-        raise
-    try:
-        return part.exchange(str(address), secrets.token_hex(32)), listener
-    except BaseException:
-        listener.close()
-        raise
-
-
-def connect_torchs_store(endpoint: Endpoint, deadline: float) -> Any:
-    """Return the TCPStore that torchrun holds there; try until `deadline`."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined] # noqa: PLC0415
-
-    failure: Exception = TimeoutError()
-    for left in tries(deadline):
-        try:
-            # A plain socket fails soon and in clear words, unlike the store's own client.
-            socket.create_connection(endpoint, left).close()
-            seconds = timedelta(seconds=max(left, 1.0))
-            return TCPStore(*endpoint, is_master=False, timeout=seconds, wait_for_workers=False)
-        except (OSError, RuntimeError) as error:
-            failure = error
-    raise failure
-
-
-_LONGEST = 512  # bytes that MPI broadcasts
-
-
-def _rendezvous_over_mpi(world: World, timeout: float) -> tuple[str, socket.socket | None]:
-    """Without a store and a port: let MPI, which started the ranks, broadcast rank 0's answer."""
+def _rendezvous_over_mpi(world: World, timeout: float) -> RendezvousResult:
+    """Without a store and a port: MPI, whose ranks these are, broadcasts what rank 0 has to say."""
     try:
         mpi = import_mpi()
     except BackendUnavailableError as error:
@@ -232,17 +182,10 @@ def _rendezvous_over_mpi(world: World, timeout: float) -> tuple[str, socket.sock
             "MASTER_PORT to a free port of it, the same for every rank",
             rank=world.rank,
         ) from error
-    message = ""
-    listener: socket.socket | None = None
-    if world.rank == 0:
-        toward = Endpoint(world.master_addr, 0) if world.master_addr else ELSEWHERE
-        listener, address = listen_toward(toward, one_host=world.one_host)
-        # A token that was set is set on every rank: no message need carry it.
-        message = f"{address} {'' if find_token() else secrets.token_hex(32)}"
-    try:
+
+    def broadcast(block: bytearray) -> None:
         comm = duplicate(mpi.COMM_WORLD, timeout)
-        block = bytearray(message.encode().ljust(_LONGEST, b"\0"))
-        if not wait_until(comm.Ibcast([block, _LONGEST, mpi.BYTE], 0).Test, timeout):
+        if not wait_until(comm.Ibcast([block, len(block), mpi.BYTE], 0).Test, timeout):
             raise CollectiveTimeoutError(
                 f"rank {world.rank} waited {timeout:g} s for MPI to bring the word of rank 0",
                 rank=world.rank,
@@ -251,11 +194,10 @@ def _rendezvous_over_mpi(world: World, timeout: float) -> tuple[str, socket.sock
                 seconds=timeout,
             )
         comm.Free()
-    except BaseException:
-        if listener is not None:
-            listener.close()
-        raise
-    return block.rstrip(b"\0").decode(), listener
+
+    return rendezvous_by(
+        broadcast, world.rank, route_by(world.master_addr), one_host=world.one_host
+    )
 
 
 # ------------------------------------------------------------------------------
@@ -282,9 +224,7 @@ def make_backend(name: str, world: World, timeout: float) -> Backend:
 
 
 def _mesh(name: str, world: World, timeout: float) -> Backend:
-    """Return shared memory, TCP, or both; for "auto" the best of them that can run here."""
-    from phalanx.transport import backends  # noqa: PLC0415
-
+    """Shared memory, TCP, or both; "auto" is the best of them that can run here."""
     kinds: dict[str, type[MeshBackend]] = {
         "tcp": backends.TcpBackend,
         "shm": backends.SharedMemoryBackend,
@@ -297,17 +237,7 @@ def _mesh(name: str, world: World, timeout: float) -> Backend:
     if world.source == "slurm":
         token = slurm.shared_token(os.environ, world.rank, one_host=world.one_host, timeout=timeout)
     with token:
-        return kinds[name](
-            world.rank,
-            world.world_size,
-            world.address,
-            token=world.token,
-            timeout=timeout,
-            job=world.run_id,
-            generation=world.restart_count,
-            listener=world.listener,
-            fall_back=name == "auto",
-        )
+        return _make(kinds[name], world, timeout, token=world.token, fall_back=name == "auto")
 
 
 def _auto(world: World, timeout: float) -> Backend:
@@ -344,7 +274,11 @@ def _process_group(name: str, world: World, timeout: float) -> Backend:
         "nccl": torch_group.NcclBackend,
         "ucc": torch_group.UccBackend,
     }
-    return kinds[name](
+    return _make(kinds[name], world, timeout)
+
+
+def _make(kind: Callable[..., Backend], world: World, timeout: float, **options: Any) -> Backend:
+    return kind(
         world.rank,
         world.world_size,
         world.address,
@@ -352,6 +286,7 @@ def _process_group(name: str, world: World, timeout: float) -> Backend:
         job=world.run_id,
         generation=world.restart_count,
         listener=world.listener,
+        **options,
     )
 
 

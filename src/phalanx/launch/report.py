@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.errors import DistributedError, MisuseError, PeerLostError, RankStopped
+from phalanx.errors import DistributedError, MisuseError, PeerLostError, RankStopped, name_ranks
 
 # Exit codes of a rank that SIGINT or SIGTERM has stopped, as a shell counts: 128 more.
 INTERRUPTED, STOPPED = 130, 143
@@ -272,8 +272,7 @@ def print_failure(exits: Collection[RankExit], elsewhere: str = "") -> None:
     for code in () if elsewhere else (0, AGAIN):
         left = sorted(one.rank for one in exits if (one.code, one.report) == (code, None))
         if left:
-            who = f"rank{'s' if len(left) > 1 else ''} {', '.join(map(str, left))}"
-            lines.append(f"{who} ended with exit code {code}")
+            lines.append(f"{name_ranks(left)} ended with exit code {code}")
     sys.stderr.write("".join(f"{line}\n" for line in lines))
 
 

@@ -22,15 +22,12 @@ import os
 import secrets
 import signal
 import sys
-import threading
 import time
-from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.machinery import PathFinder
 from multiprocessing import connection
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from phalanx.errors import InvalidRankError, InvalidWorldSizeError, MisuseError
 from phalanx.hooks import check_observers
@@ -41,6 +38,7 @@ from phalanx.launch.observer import Observer, observer
 from phalanx.launch.output import RankPipes
 from phalanx.launch.reaper import GRACE, Reaper
 from phalanx.launch.report import AGAIN, RankExit, print_failure, print_restart, root_cause
+from phalanx.launch.signals import Signals, announce_end
 from phalanx.launch.supervisor import Supervisor, open_standard_streams
 from phalanx.launch.worker import RUN_SCRIPT
 from phalanx.transport.tcp.addresses import check_listening
@@ -274,26 +272,23 @@ class _Launch:
                         processors=self._processors[local_rank],
                     )
                 self._watch.begin(self._generation, world_size)
-                while ranks.state() == "running" and not self._nodes.failed(self._generation):
-                    ranks.wait(also=signals.descriptors)
-                    self._watch.look(ranks.ranks, pipes.last)
-                    self._nodes.check()
-                    for passed in signals.take():
-                        ranks.send(passed)
-                    if signals.received:
-                        break
-                self._watch.look(ranks.ranks, pipes.last, now=True)
+                look = partial(self._watch.look, ranks.ranks, pipes.last)
+                ranks.watch(signals, look, self._failed_elsewhere)
                 if signals.received:
                     self._stop(ranks, signals.received[0])
                 else:
                     ranks.stop()
-                self._watch.look(ranks.ranks, pipes.last, now=True)
+                look(now=True)
                 if not signals.received:
                     self._nodes.write(NodeExit.of_ranks(job.node_rank, ranks.exits()))
         finally:
             self._shown &= pipes.close(self._give_up)
         signals.check()
         return ranks.exits()
+
+    def _failed_elsewhere(self) -> bool:
+        self._nodes.check()
+        return self._nodes.failed(self._generation)
 
     def _stop(self, ranks: Supervisor, signum: int) -> None:
         """Pass on a signal that ends programs, and wait for the ranks' end.
@@ -359,95 +354,3 @@ class _Launch:
         if self._token and not find_token():
             environ["PHALANX_TOKEN"] = self._token
         return environ
-
-
-# ------------------------------------------------------------------------------
-# The signals that end a program, as events for the loop.
-#
-#     first SIGINT, SIGTERM, ...   the ranks are sent the same; they have some seconds
-#     second                       the ranks are killed at once
-#     SIGUSR1, SIGUSR2             the ranks are sent the same: a notice, perhaps (SLURM's --signal)
-#
-# A handler that raises would do so in the middle of anything. Here it only takes a note, and a
-# descriptor becomes readable (`signal.set_wakeup_fd`), which wakes the loop.
-
-
-class Interrupted(Exception):  # noqa: N818 -- it is no error
-    """Raised by the launcher's loop for a signal, whose number it carries."""
-
-
-class Signals:
-    """Takes note of signals, in a `with` statement of the main thread.
-
-    Signals that were ignored before (nohup, a shell's background job) stay ignored. After the
-    `with` statement a program that was told to end cannot be disturbed any more.
-    """
-
-    def __init__(self) -> None:
-        self.received: list[int] = []  # the signals that came, in order, of those that end programs
-        self._passed: list[int] = []  # of the others, those not taken yet
-        # Readable from when a signal has come; none in a thread that is not the main one.
-        self.descriptors: list[int] = []
-        self._undo = ExitStack()
-
-    def check(self) -> None:
-        """Raise `Interrupted` if a signal has come."""
-        if self.received:
-            raise Interrupted(self.received[0])
-
-    def take(self) -> list[int]:
-        """Return the signals for the ranks that have come since; let others wake the loop again."""
-        for reader in self.descriptors:
-            with suppress(BlockingIOError):
-                os.read(reader, 1 << 12)
-        taken = list(self._passed)
-        del self._passed[: len(taken)]
-        return taken
-
-    def forget(self) -> None:
-        """Go on as if no signal had come: it has had its effect."""
-        self.take()
-        self.received.clear()
-
-    def again(self) -> bool:
-        """Return whether a second signal has come: the user does not want to wait."""
-        return len(self.received) > 1
-
-    def __enter__(self) -> Signals:
-        if threading.current_thread() is not threading.main_thread():
-            return self
-        reader, writer = os.pipe()
-        self._undo.callback(os.close, reader)
-        self._undo.callback(os.close, writer)
-        os.set_blocking(reader, False)
-        os.set_blocking(writer, False)
-        self.descriptors.append(reader)
-        ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-        for signum in (*ending, signal.SIGUSR1, signal.SIGUSR2):
-            before = signal.getsignal(signum)
-            if before is not signal.SIG_IGN:
-                signal.signal(signum, self._hear if signum in ending else self._pass_on)
-                self._undo.callback(self._restore, signum, before)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        self._undo.callback(signal.set_wakeup_fd, -1)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._undo.close()
-        self.descriptors.clear()
-
-    def _hear(self, signum: int, _: FrameType | None) -> None:
-        self.received.append(signum)
-
-    def _pass_on(self, signum: int, _: FrameType | None) -> None:
-        self._passed.append(signum)
-
-    def _restore(self, signum: int, before: Any) -> None:
-        # The interpreter's own end takes a moment, too.
-        signal.signal(signum, signal.SIG_IGN if self.received else before)
-
-
-def announce_end(signum: int) -> int:
-    """Tell the user why the job ended; return the exit code, as a shell has it."""
-    sys.stderr.write(f"stopped by {signal.Signals(signum).name}\n")
-    return 128 + signum

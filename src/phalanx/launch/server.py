@@ -10,9 +10,8 @@ import errno
 import logging
 import socket
 import threading
-from abc import ABC, abstractmethod
 
-from phalanx.transport.tcp.admission import Acceptor, speak
+from phalanx.transport.tcp.admission import Acceptor, Door, speak
 from phalanx.transport.tcp.loop import LONGEST_SLEEP, Reactor
 from phalanx.transport.tcp.tls import Tls
 from phalanx.wire.control import Endpoint
@@ -21,7 +20,7 @@ from phalanx.wire.handshake import DialerHandshake, Identity, Refused
 log = logging.getLogger("phalanx")
 
 
-class DoorServer(ABC):
+class DoorServer(Door):
     """A `Door`, and the thread that lets callers in.
 
     listener   the socket that clients call; the server's from now on
@@ -31,9 +30,6 @@ class DoorServer(ABC):
     An error inside costs the callers that have not proved themselves yet, and a line in the log;
     the port stays open. A subclass sets its attributes before it calls this constructor.
     """
-
-    label: str
-    callers: int
 
     def __init__(self, listener: socket.socket, token: bytes, identity: Identity) -> None:
         self.token, self.identity = token, identity
@@ -46,14 +42,6 @@ class DoorServer(ABC):
             target=self._run, name=f"phalanx: {self.label}", daemon=True
         )
         self._thread.start()
-
-    @abstractmethod
-    def admit(self, peer: int) -> str | None:
-        """Return why a holder of the token is turned away all the same, or None."""
-
-    @abstractmethod
-    def link_opened(self, peer: int, sock: socket.socket, surplus: bytes) -> None:
-        """Serve a client that has been let in."""
 
     def close(self) -> None:
         """Listen no more. May be repeated."""

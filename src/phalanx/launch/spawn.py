@@ -21,16 +21,14 @@ import linecache
 import os
 import pickle
 import secrets
-import signal
 import subprocess
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.spawn import get_preparation_data
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from phalanx.core.backend import DEFAULT_TIMEOUT
@@ -44,6 +42,7 @@ from phalanx.launch.observer import observer
 from phalanx.launch.output import RankPipes
 from phalanx.launch.reaper import Reaper
 from phalanx.launch.report import RankTraceback, describe_failure, error_line, root_cause
+from phalanx.launch.signals import Signals
 from phalanx.launch.supervisor import Supervisor, open_standard_streams
 from phalanx.launch.worker import RUN_FUNCTION
 from phalanx.transport.tcp.addresses import listen_on
@@ -97,7 +96,7 @@ def spawn(
     how = "its launcher has ended"
     try:
         with (
-            _Interrupts() as interrupts,
+            Signals(goes_on=True) as interrupts,
             Reaper(watch.private) as reaper,
             _open_output(interrupts) as open_output,
             Supervisor(reaper, open_output, results=True) as ranks,
@@ -107,12 +106,10 @@ def spawn(
             environ |= watch.environment()
             _start(ranks, preparation, call, world_size, backend, timeout, environ)
             watch.begin(0, world_size)
-            while ranks.state() == "running" and not interrupts.received:
-                ranks.wait()
-                watch.look(ranks.ranks)
-            watch.look(ranks.ranks, now=True)
+            look = partial(watch.look, ranks.ranks)
+            ranks.watch(interrupts, look)
             ranks.stop(hurry=interrupts.again)
-            watch.look(ranks.ranks, now=True)
+            look(now=True)
             root = root_cause(ranks.exits())
             how = "it has ended well" if root is None else describe_failure(root, brief=True)
             how = "it was interrupted" if interrupts.received else how
@@ -180,44 +177,9 @@ def _render(error: BaseException, cause: RankTraceback) -> list[str]:
     return [f"spawn was called here:\n{where}", f"Rank {cause.rank}:\n{cause.text.rstrip()}"]
 
 
-class _Interrupts:
-    """Takes note of Ctrl-C, or a notebook's interrupt, until the ranks have ended.
-
-    `KeyboardInterrupt` can come between any two lines, also of those that end the ranks, whose
-    leftovers would stay in a notebook's process. So it is raised at the end.
-    """
-
-    def __init__(self) -> None:
-        self.received = 0
-        self._before: Any = None
-
-    def again(self) -> bool:
-        """Return whether a second one has come: the user does not want to wait."""
-        return self.received > 1
-
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        self.received += 1
-
-    def __enter__(self) -> _Interrupts:
-        if threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
-            # The program's own handlers stay; but that of an event loop would wait for this call.
-            loops = sys.modules.get("asyncio")
-            in_loop = loops is not None and loops._get_running_loop() is not None
-            if handler is signal.default_int_handler or (callable(handler) and in_loop):
-                self._before = signal.signal(signal.SIGINT, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-        if self.received:
-            signal.default_int_handler(signal.SIGINT, None)
-
-
 @contextmanager
 def _open_output(
-    interrupts: _Interrupts,
+    interrupts: Signals,
 ) -> Iterator[Callable[[int], tuple[int, int]] | None]:
     """Yield the supervisor's `open_output`, if ranks cannot write to this process's streams."""
     if isinstance(sys.stdout, io.TextIOWrapper) and isinstance(sys.stderr, io.TextIOWrapper):

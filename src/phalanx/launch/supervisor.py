@@ -37,6 +37,7 @@ from typing import Literal
 from phalanx.errors import BackendUnavailableError
 from phalanx.launch.reaper import GRACE, Reaper, end_session
 from phalanx.launch.report import RankExit, RankReport
+from phalanx.launch.signals import Signals
 
 _POLL = 0.1  # seconds between looks at exit codes: a rank's children may hold its channel open
 _END_POLL = 0.01  # the same when a rank has closed its channel, and ends
@@ -209,6 +210,24 @@ class Supervisor:
         for rank in self.ranks:
             rank.read()
             rank.has_ended()
+
+    def watch(
+        self,
+        signals: Signals,
+        look: Callable[..., object],
+        over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Wait until the ranks are done, one has failed, a signal has come, or it is `over()`.
+
+        Passes on to the ranks what other `signals` there are. `look()` is called meanwhile, and at
+        the end with `now=True`.
+        """
+        while self.state() == "running" and not (signals.received or over()):
+            self.wait(also=signals.descriptors)
+            look()
+            for passed in signals.take():
+                self.send(passed)
+        look(now=True)
 
     def state(self) -> Literal["running", "done", "failed"]:
         """Return "failed" when the root failure is known, "done" at the end."""

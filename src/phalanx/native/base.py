@@ -15,8 +15,6 @@ rank tells the next one the rolling hash of the group's collectives.
 
 from __future__ import annotations
 
-import os
-import secrets
 import socket
 import threading
 from abc import ABC, abstractmethod
@@ -35,14 +33,13 @@ from phalanx.errors import (
     PeerLostError,
 )
 from phalanx.transport.backends import MeshBackend
-from phalanx.transport.tcp.addresses import ELSEWHERE, listen_toward
-from phalanx.transport.tcp.admission import find_token
-from phalanx.wire.control import Endpoint, is_loopback, parse_address
+from phalanx.wire.control import parse_address
 
 if TYPE_CHECKING:
     from phalanx.core.call import Call
     from phalanx.core.engine import Engine
     from phalanx.core.group import Group
+    from phalanx.native.store_rendezvous import RendezvousResult
 
 NOBODY = -1  # as a culprit: the library names none
 SOON = 0.003  # seconds for which the caller waits for a collective before it becomes a work
@@ -358,17 +355,12 @@ def first_line(error: Exception) -> str:
 # ------------------------------------------------------------------------------
 # Backends: a mesh that the ranks form by way of the library.
 
-WORD_BYTES = 512  # of rank 0's message to the others, at most
-
 
 class LibraryBackend(MeshBackend):
     """A mesh for everything but the library's own collectives.
 
-    host      rank 0's name for the others; None: other hosts know it only by MASTER_ADDR
-    tell      called on all ranks, returns rank 0's bytes: `WORD_BYTES` at
-              most. These are its address, and a token of the mesh if the environment has none
-              and no stranger can write to the channel
-    join      returns the library's group of all ranks, once these are connected: called with the
+    met       where rank 0 listens
+    join      gives the library's group of all ranks, once the ranks are connected: called with the
               number of the host that each is on
     all_came  whether the library has brought all ranks together: then ranks absent from
     the mesh cannot connect
@@ -380,8 +372,7 @@ class LibraryBackend(MeshBackend):
         self,
         rank: int,
         world_size: int,
-        host: str | None,
-        tell: Callable[[bytes], bytes],
+        met: RendezvousResult,
         join: Callable[[tuple[int, ...]], Library],
         *,
         name: str,
@@ -390,25 +381,22 @@ class LibraryBackend(MeshBackend):
         job: str = "",
         generation: int = 0,
     ) -> None:
-        listener, word = _listen(host) if rank == 0 else (None, b"")
-        address, _, token = tell(word).decode().partition(" ")
-        token = "" if find_token() else token  # a received token never replaces a given one
         try:
             super().__init__(
                 rank,
                 world_size,
-                address,
-                token=token or None,
+                met.address,
+                token=met.token,
                 timeout=timeout,
                 job=job,
                 generation=generation,
-                listener=listener,
+                listener=met.listener,
                 fall_back=True,
             )
         except CollectiveTimeoutError as error:
             if not all_came:
                 raise
-            rank0 = parse_address(address)
+            rank0 = parse_address(met.address)
             raise BackendUnavailableError(
                 f"rank {rank} on {socket.gethostname()}: {name} brings the ranks together, but "
                 f"they cannot connect over TCP, which messages need, to rank 0 at {rank0} within "
@@ -435,12 +423,3 @@ class LibraryBackend(MeshBackend):
         super()._leave(farewell=farewell)
         if not self.forked:
             self._natives.close()
-
-
-def _listen(host: str | None) -> tuple[socket.socket, bytes]:
-    """On rank 0: listen for the other ranks; return the socket and the bytes to tell them."""
-    master = os.environ.get("MASTER_ADDR", "")
-    toward = Endpoint(host or master, 0) if host or master else ELSEWHERE
-    listener, endpoint = listen_toward(toward, one_host=host is not None and is_loopback(host))
-    token = "" if find_token() else secrets.token_hex(16)
-    return listener, f"{endpoint} {token}".encode()

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 from phalanx.core.backend import DEFAULT_TIMEOUT
 from phalanx.core.call import check_timeout
 from phalanx.errors import BackendUnavailableError, CollectiveTimeoutError
-from phalanx.native.base import WORD_BYTES, LibraryBackend
+from phalanx.native.base import LibraryBackend
 from phalanx.native.mpi_library import LOOKS, Mpi, MpiLibrary, wait_until
+from phalanx.native.store_rendezvous import rendezvous_by, route_by
 
 
 class MpiBackend(LibraryBackend):
@@ -47,10 +48,8 @@ class MpiBackend(LibraryBackend):
         alone = host.Get_size() == size
         host.Free()
 
-        def tell(word: bytes) -> bytes:
-            block = bytearray(word.ljust(WORD_BYTES, b"\0"))
-            own.Bcast([block, WORD_BYTES, mpi.BYTE], 0)
-            return bytes(block).rstrip(b"\0")
+        def broadcast(block: bytearray) -> None:
+            own.Bcast([block, len(block), mpi.BYTE], 0)
 
         def join(topology: tuple[int, ...]) -> MpiLibrary:
             # If each rank of this host has a core of its own, polling delays no rank; else a rank
@@ -58,10 +57,8 @@ class MpiBackend(LibraryBackend):
             has_cores = topology.count(topology[rank]) <= (os.cpu_count() or 1)
             return self._make_library(mpi, own, 3000 if has_cores else LOOKS)
 
-        address = "127.0.0.1" if alone else None
-        super().__init__(
-            rank, size, address, tell, join, name="MPI", timeout=timeout, all_came=True
-        )
+        met = rendezvous_by(broadcast, rank, route_by(), one_host=alone)
+        super().__init__(rank, size, met, join, name="MPI", timeout=timeout, all_came=True)
 
 
 def import_mpi() -> Mpi:

@@ -11,7 +11,7 @@ start's nonce, so it is not believed.
 The possible writers of the store decide how far its entries are trusted (`Trust`):
 
     door     the launcher's own store: its writers have proved that they hold the token
-sealed   torch's store, which anybody can write to, and PHALANX_TOKEN: each entry has a seal,
+    sealed   torch's store, which anybody can write to, and PHALANX_TOKEN: each entry has a seal,
              HMAC-SHA256 over key, value, job, generation, group and the rank that writes it, and
              its key is one that nobody finds without the token. Others are ignored
     local    torch's store without a token: only addresses of this host are taken
@@ -26,11 +26,13 @@ import hmac
 import logging
 import os
 import secrets
+import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -42,11 +44,13 @@ from phalanx.errors import (
     DistributedError,
     InvalidWorldSizeError,
     MisuseError,
+    name_ranks,
     plain,
 )
+from phalanx.transport.tcp.addresses import ELSEWHERE, listen_toward
 from phalanx.transport.tcp.admission import MAKE_ONE, find_token
 from phalanx.transport.tcp.heartbeat import host_id
-from phalanx.wire.control import is_loopback, learned, parse_address
+from phalanx.wire.control import Endpoint, is_loopback, learned, parse_address
 
 log = logging.getLogger("phalanx")
 
@@ -73,6 +77,23 @@ def tries(deadline: float) -> Iterator[float]:
             return
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def connect_torchs_store(endpoint: Endpoint, deadline: float) -> Store:
+    """Return the TCPStore that is held there; try until `deadline`."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined] # noqa: PLC0415
+
+    failure: Exception = TimeoutError()
+    for left in tries(deadline):
+        try:
+            # A plain socket fails soon and in clear words, unlike the store's own client.
+            seconds = min(max(left, 1.0), 86400.0)  # neither of the two knows infinity
+            socket.create_connection(endpoint, min(left, seconds)).close()
+            wait = timedelta(seconds=seconds)
+            return TCPStore(*endpoint, is_master=False, timeout=wait, wait_for_workers=False)
+        except (OSError, RuntimeError) as error:
+            failure = error
+    raise failure
 
 
 def trust_in_torchs_store(environ: Mapping[str, str] = os.environ) -> Trust:
@@ -206,8 +227,23 @@ _ERRORS: Mapping[str, type[DistributedError]] = MappingProxyType(
 )
 
 
+class RendezvousResult(NamedTuple):
+    """The outcome of a rendezvous, the same on all ranks but for the listener.
+
+    address    rank 0's
+    token      of the mesh; None for that of the environment, if it has one
+    listener   on rank 0, which may have one
+    gpu        whether all ranks have a GPU of their own
+    """
+
+    address: str
+    token: str | None = None
+    listener: socket.socket | None = None
+    gpu: bool = False
+
+
 class StoreRendezvous:
-    """One rank's part in one rendezvous: `announce()`, then `exchange()`, on every rank.
+    """One rank's part in one rendezvous: `run()` on every rank.
 
     timeout   seconds for both
     op        the user's call, for errors
@@ -235,6 +271,22 @@ class StoreRendezvous:
     def left(self) -> float:
         """Return the seconds until the deadline."""
         return self.deadline - time.monotonic()
+
+    def run(self, toward: Endpoint) -> RendezvousResult:
+        """Meet: `announce()`, then `exchange()`. Rank 0 listens in the direction of `toward`.
+
+        Raise their errors, and on all ranks the one for which rank 0 cannot listen.
+        """
+        one_host, listener, endpoint = self.announce(), None, None
+        try:
+            if self.rank == 0:
+                listener, endpoint = listen_toward(toward, one_host=one_host)
+        except DistributedError as error:
+            self.fail(error)
+            raise
+        with _closing_on_error(listener):
+            answer = self.exchange(str(endpoint), secrets.token_hex(32))
+        return RendezvousResult(answer.address, answer.token or None, listener, answer.gpu)
 
     def announce(self) -> bool:
         """Announce this rank. On rank 0 wait for all, and return whether all are on one host.
@@ -405,7 +457,6 @@ class StoreRendezvous:
         ranks = [each for each in range(self.world_size) if each != self.rank]
         missing = [each for each in ranks if self._announcement(self._key(each), each) is None]
         missing = missing or [rank]
-        names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         they = "they" if len(missing) > 1 else "it"
         strange = ""
         if self.entries.strange:
@@ -419,7 +470,7 @@ class StoreRendezvous:
                 "token, of its own"
             )
         return CollectiveTimeoutError(
-            f"rank {self.rank} waited {self.timeout:g} s in {self.op} for {names} of "
+            f"rank {self.rank} waited {self.timeout:g} s in {self.op} for {name_ranks(missing)} of "
             f"{self.world_size}: did {they} start, with the same address and world size, and call "
             f"{self.op} as often as this rank?{strange}",
             rank=self.rank,
@@ -446,3 +497,44 @@ def _decode(text: str, kind: type[_T]) -> _T | None:
         return msgspec.json.decode(text, type=learned(kind))
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
+
+
+# ------------------------------------------------------------------------------
+# Without a store: a library that brings bytes of rank 0 to all ranks.
+
+_BLOCK = 512  # bytes: an address, and a token
+
+
+def rendezvous_by(
+    broadcast: Callable[[bytearray], object], rank: int, toward: Endpoint, *, one_host: bool
+) -> RendezvousResult:
+    """Meet by a broadcast, which fills each rank's block with that of rank 0.
+
+    Strangers cannot write to it. Rank 0 listens in the direction of `toward`.
+    """
+    listener, block = None, bytearray()
+    given = find_token()  # a received token never replaces it
+    if rank == 0:
+        listener, address = listen_toward(toward, one_host=one_host)
+        block += f"{address} {'' if given else secrets.token_hex(32)}".encode()
+    block = block.ljust(_BLOCK, b"\0")
+    with _closing_on_error(listener):
+        broadcast(block)
+    told, _, token = block.rstrip(b"\0").decode().partition(" ")
+    return RendezvousResult(told, None if given else token or None, listener)
+
+
+@contextmanager
+def _closing_on_error(listener: socket.socket | None) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        if listener is not None:
+            listener.close()
+        raise
+
+
+def route_by(host: str = "") -> Endpoint:
+    """Return an address in the direction of the other ranks: `host`, or else MASTER_ADDR."""
+    host = host or os.environ.get("MASTER_ADDR", "")
+    return Endpoint(host, 0) if host else ELSEWHERE

@@ -6,10 +6,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +16,15 @@ import torch.distributed
 from xxhash import xxh3_64_intdigest
 
 from phalanx.errors import BackendUnavailableError, CollectiveTimeoutError
-from phalanx.native.base import WORD_BYTES
-from phalanx.native.store_rendezvous import Entries, StoreRendezvous, trust_in_torchs_store
+from phalanx.native.store_rendezvous import (
+    Entries,
+    RendezvousResult,
+    StoreRendezvous,
+    connect_torchs_store,
+    rendezvous_by,
+    route_by,
+    trust_in_torchs_store,
+)
 from phalanx.transport.tcp.addresses import (
     address_on_interface,
     chosen_interfaces,
@@ -115,13 +121,7 @@ def store_at(
             master_listen_fd=listener.detach(),
         )
     try:
-        return dist.TCPStore(
-            endpoint.host,
-            endpoint.port,
-            is_master=False,
-            timeout=_seconds(timeout),
-            wait_for_workers=False,
-        )
+        return connect_torchs_store(endpoint, time.monotonic() + timeout)
     except (RuntimeError, OSError) as error:
         raise BackendUnavailableError(
             f"rank {rank} cannot reach rank 0 at {endpoint} within {timeout:g} s ({error}): has "
@@ -157,42 +157,29 @@ def store_of(group: ProcessGroup) -> tuple[Store, str] | None:
     return None
 
 
-def talk_over(
+def meet_over(
     group: ProcessGroup, place: tuple[Store, str] | None, device: str, timeout: float
-) -> tuple[str | None, Callable[[bytes], bytes]]:
-    """Return `LibraryBackend`'s `host` and `tell` for the ranks of a given group.
+) -> RendezvousResult:
+    """How the ranks of a given group meet.
 
     By its store; if it has none, by its own collectives of tensors on `device`.
     """
     rank, size = group.rank(), group.size()
     if place is not None:
         store, prefix = place
-        entries = entries_in(store, f"{getattr(group, 'group_name', '')}/{prefix}")
-        part = StoreRendezvous(entries, rank, size, timeout, "TorchBackend")
-        return "127.0.0.1" if part.announce() else None, partial(exchange_by, part)
+        scope = (f"{getattr(group, 'group_name', '')}/{prefix}",)
+        entries = Entries(store, scope, trust_in_torchs_store())
+        return StoreRendezvous(entries, rank, size, timeout, "TorchBackend").run(route_by())
     numbers = torch.zeros(size, dtype=torch.int64, device=device)
     numbers[rank] = xxh3_64_intdigest(host_id().encode()) >> 1
     group.allreduce([numbers]).wait()
 
-    def tell(word: bytes) -> bytes:
-        block = torch.frombuffer(bytearray(word.ljust(WORD_BYTES, b"\0")), dtype=torch.uint8)
-        block = block.to(device)
-        group.broadcast(block, 0).wait()
-        return bytes(block.tolist()).rstrip(b"\0")
+    def broadcast(block: bytearray) -> None:
+        there = torch.frombuffer(block, dtype=torch.uint8).to(device)
+        group.broadcast(there, 0).wait()
+        block[:] = bytes(there.tolist())
 
-    return "127.0.0.1" if len(set(numbers.tolist())) == 1 else None, tell
-
-
-def entries_in(store: Store, prefix: str) -> Entries:
-    """Return the entries of a group in a store of torch's, under this prefix."""
-    return Entries(store, (prefix,), trust_in_torchs_store())
-
-
-def exchange_by(part: StoreRendezvous, word: bytes) -> bytes:
-    """Return rank 0's message to all ranks: an address, and the mesh's token if there is one."""
-    address, _, token = word.decode().partition(" ")
-    answer = part.exchange(address, token)
-    return f"{answer.address} {answer.token}".encode()
+    return rendezvous_by(broadcast, rank, route_by(), one_host=len(set(numbers.tolist())) == 1)
 
 
 # ------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -11,7 +10,12 @@ from phalanx.core.backend import DEFAULT_TIMEOUT
 from phalanx.core.call import check_timeout
 from phalanx.errors import BackendUnavailableError, MisuseError
 from phalanx.native.base import LibraryBackend
-from phalanx.native.store_rendezvous import StoreRendezvous
+from phalanx.native.store_rendezvous import (
+    Entries,
+    StoreRendezvous,
+    route_by,
+    trust_in_torchs_store,
+)
 from phalanx.transport.backends import check_rank
 from phalanx.wire.control import parse_address
 
@@ -59,7 +63,7 @@ class TorchBackend(LibraryBackend):
         super().__init__(
             group.rank(),
             group.size(),
-            *torch_formation.talk_over(group, place, next(iter(kinds)), timeout),
+            torch_formation.meet_over(group, place, next(iter(kinds)), timeout),
             lambda topology: torch_library.library_over(group, kinds, place, topology),
             name="the process group",
             timeout=timeout,
@@ -91,10 +95,9 @@ class _NamedBackend(LibraryBackend):
 
             store = torch_formation.store_at(rank, world_size, master_addr, timeout, listener)
             prefix = f"phalanx/{job}/{generation}"
-            entries = torch_formation.entries_in(store, prefix)
-            part = StoreRendezvous(entries, rank, world_size, timeout, "init")
-            one_host = part.announce() or world_size == 1
-            host = "127.0.0.1" if one_host else parse_address(master_addr).host
+            entries = Entries(store, (prefix,), trust_in_torchs_store())
+            toward = route_by(parse_address(master_addr).host if world_size > 1 else "")
+            met = StoreRendezvous(entries, rank, world_size, timeout, "init").run(toward)
         except BaseException:
             if listener is not None:
                 listener.close()
@@ -112,8 +115,7 @@ class _NamedBackend(LibraryBackend):
         super().__init__(
             rank,
             world_size,
-            host,
-            partial(torch_formation.exchange_by, part),
+            met,
             join,
             name=self.kind,
             timeout=timeout,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed
 
-from phalanx.errors import CollectiveTimeoutError, DistributedError, PeerLostError
+from phalanx.errors import CollectiveTimeoutError, DistributedError, PeerLostError, rebuild
 
 dist: Any = torch.distributed
 
@@ -40,11 +40,7 @@ def as_torch(error: DistributedError) -> DistributedError:
 def _rebuild(
     kind: type[DistributedError], message: str, attributes: dict[str, Any]
 ) -> DistributedError:
-    error: DistributedError = _both(kind)(message)  # type: ignore[arg-type] # a class is hashable
-    error.__dict__.update(attributes)
-    if "__notes__" in attributes:  # a list of its own, to which the user may add
-        error.__dict__["__notes__"] = list(attributes["__notes__"])
-    return error
+    return rebuild(_both(kind), message, attributes)  # type: ignore[arg-type] # a class is hashable
 
 
 @cache

@@ -128,6 +128,11 @@ def only(tensors: Any, backend: Backend, op: str) -> Any:
     return tensors[0]
 
 
+def only_list(lists: Any, backend: Backend, op: str) -> Any:
+    """The one list of a list of one; or what is itself a list of tensors."""
+    return lists if lists and isinstance(lists[0], Tensor) else only(lists, backend, op)
+
+
 def memory_of(tensor: Tensor) -> Tensor:
     """Return the tensor's memory, as a tensor with a version counter of its own.
 
@@ -253,6 +258,17 @@ def _ask(function: Any, given: Any, *arguments: Any, **options: Any) -> Any:
     return function.request(memory, *arguments, **options)
 
 
+def _ask_into(
+    function: Any, results: Sequence[Tensor], given: Any, backend: Backend, *more: Any, **o: Any
+) -> CallRequest:
+    """The same, with its results in these tensors."""
+
+    def request(into: Tensor) -> Any:
+        return _ask(function, given, backend, *more, into=into, **o)
+
+    return CallRequest(taken_apart(results, backend, request), results)
+
+
 # ------------------------------------------------------------------------------
 # The rows.
 
@@ -311,22 +327,15 @@ def _reduce(backend: Backend, s: Settings, tensors: Any) -> CallRequest:
 
 def _all_gather(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> CallRequest:
     source = only(inputs, backend, "all_gather")
-    lists = outputs if isinstance(outputs[0], Tensor) else only(outputs, backend, "all_gather")
-    return _gathered(backend, s, check_list(lists, source, backend, "all_gather"), source)
+    results = check_list(only_list(outputs, backend, "all_gather"), source, backend, "all_gather")
+    return _ask_into(ours.all_gather, results, flat(source), backend, timeout=s.timeout)
 
 
 def _all_gather_single(
     backend: Backend, s: Settings, output: Tensor, source: Tensor
 ) -> CallRequest:
     check_whole("output", output, source, backend, "all_gather")
-    return _gathered(backend, s, [output], source)
-
-
-def _gathered(backend: Backend, s: Settings, results: list[Tensor], source: Tensor) -> CallRequest:
-    def request(into: Tensor) -> Any:
-        return _ask(ours.all_gather, flat(source), backend, into=into, timeout=s.timeout)
-
-    return CallRequest(taken_apart(results, backend, request), results)
+    return _ask_into(ours.all_gather, [output], flat(source), backend, timeout=s.timeout)
 
 
 def _gather(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> CallRequest:
@@ -334,65 +343,39 @@ def _gather(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> CallReq
     if backend.check_rank(s.root, "root") != backend.rank:
         request = _ask(ours.gather, flat(source), backend, s.root, timeout=s.timeout)
         return CallRequest(request, ())
-    lists = (
-        outputs if outputs and isinstance(outputs[0], Tensor) else only(outputs, backend, "gather")
-    )
-    results = check_list(lists, source, backend, "gather")
-
-    def at_root(into: Tensor) -> Any:
-        return _ask(ours.gather, flat(source), backend, s.root, into=into, timeout=s.timeout)
-
-    return CallRequest(taken_apart(results, backend, at_root), results)
+    results = check_list(only_list(outputs, backend, "gather"), source, backend, "gather")
+    return _ask_into(ours.gather, results, flat(source), backend, s.root, timeout=s.timeout)
 
 
 def _scatter(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> CallRequest:
     output = only(outputs, backend, "scatter")
     whole = None
     if backend.check_rank(s.root, "root") == backend.rank:
-        lists = (
-            inputs if inputs and isinstance(inputs[0], Tensor) else only(inputs, backend, "scatter")
-        )
+        lists = only_list(inputs, backend, "scatter")
         whole = joined(check_list(lists, output, backend, "scatter"), backend)
-
-    def request(into: Tensor) -> Any:
-        return _ask(ours.scatter, whole, backend, s.root, into=into, timeout=s.timeout)
-
-    return CallRequest(taken_apart([output], backend, request), (output,))
+    return _ask_into(ours.scatter, [output], whole, backend, s.root, timeout=s.timeout)
 
 
 def _reduce_scatter(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> CallRequest:
     output = only(outputs, backend, "reduce_scatter")
-    lists = inputs if isinstance(inputs[0], Tensor) else only(inputs, backend, "reduce_scatter")
+    lists = only_list(inputs, backend, "reduce_scatter")
     whole = joined(check_list(lists, output, backend, "reduce_scatter"), backend)
-    return _scattered(backend, s, output, whole)
+    return _ask_into(ours.reduce_scatter, [output], whole, backend, s.op, timeout=s.timeout)
 
 
 def _reduce_scatter_single(
     backend: Backend, s: Settings, output: Tensor, source: Tensor
 ) -> CallRequest:
     check_whole("input", source, output, backend, "reduce_scatter")
-    return _scattered(backend, s, output, flat(source))
-
-
-def _scattered(backend: Backend, s: Settings, output: Tensor, whole: Tensor) -> CallRequest:
-    def request(into: Tensor) -> Any:
-        return _ask(ours.reduce_scatter, whole, backend, s.op, into=into, timeout=s.timeout)
-
-    return CallRequest(taken_apart([output], backend, request), (output,))
+    return _ask_into(ours.reduce_scatter, [output], flat(source), backend, s.op, timeout=s.timeout)
 
 
 def _all_to_all(backend: Backend, s: Settings, outputs: Any, inputs: Any) -> CallRequest:
     results = check_list(outputs, None, backend, "all_to_all")
     sources = check_list(inputs, None, backend, "all_to_all")
     sends, receives = ([each.numel() for each in listed] for listed in (sources, results))
-    whole = joined(sources, backend)
-
-    def request(into: Tensor) -> Any:
-        return _ask(
-            ours.all_to_all_uneven, whole, backend, sends, receives, into=into, timeout=s.timeout
-        )
-
-    return CallRequest(taken_apart(results, backend, request), results)
+    whole, sizes = joined(sources, backend), (sends, receives)
+    return _ask_into(ours.all_to_all_uneven, results, whole, backend, *sizes, timeout=s.timeout)
 
 
 def _all_to_all_single(
@@ -403,19 +386,11 @@ def _all_to_all_single(
     output_rows: Sequence[int],
     input_rows: Sequence[int],
 ) -> CallRequest:
-    even = not (output_rows or input_rows)
-    sends = _elements(source, input_rows, backend)
-    receives = _elements(output, output_rows, backend)
-
-    def request(into: Tensor) -> Any:
-        whole = flat(source)
-        if even:
-            return _ask(ours.all_to_all, whole, backend, into=into, timeout=s.timeout)
-        return _ask(
-            ours.all_to_all_uneven, whole, backend, sends, receives, into=into, timeout=s.timeout
-        )
-
-    return CallRequest(taken_apart([output], backend, request), (output,))
+    sizes = _elements(source, input_rows, backend), _elements(output, output_rows, backend)
+    if not (output_rows or input_rows):
+        return _ask_into(ours.all_to_all, [output], flat(source), backend, timeout=s.timeout)
+    uneven, whole = ours.all_to_all_uneven, flat(source)
+    return _ask_into(uneven, [output], whole, backend, *sizes, timeout=s.timeout)
 
 
 def _elements(tensor: Tensor, rows: Sequence[int], backend: Backend) -> list[int]:

@@ -35,6 +35,7 @@ from phalanx.errors import (
     DistributedError,
     MisuseError,
     UnsupportedOperationError,
+    name_ranks,
 )
 from phalanx.torch_backend.errors import as_torch
 from phalanx.torch_backend.rendezvous import count_rendezvous
@@ -290,11 +291,10 @@ class OtherDevices:
         self, kind: str, op: str, missing: list[int], error: Exception
     ) -> CollectiveTimeoutError:
         seconds = self.timeout.total_seconds()
-        ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         return CollectiveTimeoutError(
-            f"rank {self._rank}: {op}: {ranks} of {self._size} gave the group no tensor on "
-            f"{kind}, and the backend {self.named[kind]!r} is made for all: every rank makes it at "
-            f"its first one. {self.named[kind]} says: {error}",
+            f"rank {self._rank}: {op}: {name_ranks(missing)} of {self._size} gave the group no "
+            f"tensor on {kind}, and the backend {self.named[kind]!r} is made for all: every rank "
+            f"makes it at its first one. {self.named[kind]} says: {error}",
             rank=self._rank,
             peer=missing[0],
             op=op,

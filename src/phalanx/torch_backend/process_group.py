@@ -20,7 +20,6 @@ from torch.distributed import ReduceOp as TorchReduceOp
 
 from phalanx.core.backend import MAX_TAG, Backend
 from phalanx.core.reduce_op import ReduceOp
-from phalanx.core.work import Work
 from phalanx.errors import CollectiveTimeoutError, DistributedError, UnsupportedOperationError
 from phalanx.torch_backend.errors import as_torch
 from phalanx.torch_backend.operations import (
@@ -235,41 +234,35 @@ class CollectiveMethods:
 
     # Messages -------------------------------------------------------------------------------
 
+    def _message(self, name: str, tensors: Sequence[Tensor], *where: int) -> Any:
+        """Begin to send or receive; `where` is the peer's rank, if there is one, and the tag."""
+        if tensors[0].device.type not in self._others.ours:
+            return self._others.message(name, tensors, *where)
+        return self._own_message(name.removesuffix("_anysource"), tensors, *where)
+
     @outside_inference_mode
-    def _message(
-        self, name: str, tensors: Sequence[Tensor], begin: Callable[[Tensor], Work[Any]]
-    ) -> ProcessGroupWork:
+    def _own_message(self, name: str, tensors: Sequence[Tensor], *where: int) -> ProcessGroupWork:
+        *peer, tag = where
+        begin: Any = self.backend.isend if name == "send" else self.backend.irecv
         try:
             tensor = only(tensors, self.backend, name)
             with recorded(name, tensors) if _profiled() else nullcontext():
-                work = begin(memory_of(tensor))
+                work = begin(memory_of(tensor), peer[0] if peer else None, tag=tag)
         except DistributedError as error:
             raise as_torch(error) from None
         return self._begun(ProcessGroupWork((tensor,), work))
 
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> Any:
         """Begin to send a tensor to rank `dst` of the group."""
-        if tensors[0].device.type not in self._others.ours:
-            return self._others.message("send", tensors, dst, tag)
-        return self._message(
-            "send", tensors, lambda tensor: self.backend.isend(tensor, dst, tag=tag)
-        )
+        return self._message("send", tensors, dst, tag)
 
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> Any:
         """Begin to receive a tensor from rank `src` of the group."""
-        if tensors[0].device.type not in self._others.ours:
-            return self._others.message("recv", tensors, src, tag)
-        return self._message(
-            "recv", tensors, lambda tensor: self.backend.irecv(tensor, src, tag=tag)
-        )
+        return self._message("recv", tensors, src, tag)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Any:
         """Begin to receive the first tensor that anyone sends with this tag."""
-        if tensors[0].device.type not in self._others.ours:
-            return self._others.message("recv_anysource", tensors, tag)
-        return self._message(
-            "recv", tensors, lambda tensor: self.backend.irecv(tensor, None, tag=tag)
-        )
+        return self._message("recv_anysource", tensors, tag)
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False

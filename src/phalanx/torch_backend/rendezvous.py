@@ -9,11 +9,14 @@ import os
 from typing import Any
 
 from phalanx.core.backend import Backend
-from phalanx.launch import init
 from phalanx.launch.environment import World
 from phalanx.launch.init import make_backend
-from phalanx.native.store_rendezvous import Entries, StoreRendezvous, trust_in_torchs_store
-from phalanx.transport.tcp.addresses import ELSEWHERE
+from phalanx.native.store_rendezvous import (
+    Entries,
+    StoreRendezvous,
+    route_by,
+    trust_in_torchs_store,
+)
 from phalanx.wire.control import Endpoint, is_loopback, parse_address
 
 Store = Any  # torch.distributed.Store
@@ -42,16 +45,16 @@ def meet(
     scope = environ.get("TORCHELASTIC_RUN_ID", ""), environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     entries = Entries(store, (*scope, group), trust_in_torchs_store())
     part = StoreRendezvous(entries, rank, world_size, timeout, op)
-    answer, listener = init.meet(part, _route_to_ranks(store))
+    met = part.run(_route_to_ranks(store))
     count_rendezvous(store, rank, more=1)
-    one_host = is_loopback(parse_address(answer.address).host)
+    one_host = is_loopback(parse_address(met.address).host)
     world = World(
         rank=rank,
         world_size=world_size,
         local_world_size=world_size if one_host else 1,
-        address=answer.address,
-        token=answer.token or None,
-        listener=listener,
+        address=met.address,
+        token=met.token,
+        listener=met.listener,
     )
     backend = make_backend("auto", world, max(part.left(), 1.0))
     backend.timeout = timeout
@@ -64,5 +67,4 @@ def _route_to_ranks(store: Store) -> Endpoint:
         store = store.underlying_store
     if hasattr(store, "host") and hasattr(store, "port"):
         return Endpoint(store.host, store.port)
-    master = os.environ.get("MASTER_ADDR", "")
-    return Endpoint(master, 0) if master else ELSEWHERE
+    return route_by()

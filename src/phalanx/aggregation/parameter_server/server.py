@@ -44,6 +44,7 @@ from phalanx.errors import (
     DistributedError,
     MisuseError,
     PeerLostError,
+    name_ranks,
 )
 
 log = logging.getLogger("phalanx")
@@ -231,11 +232,11 @@ class Server:
                 here.append(worker)
         parts = []
         if coming:
-            parts.append(f"{named(coming)} did not come (ParameterServer.connect there)")
+            parts.append(f"{name_ranks(coming)} did not come (ParameterServer.connect there)")
         if here:
             parts.append(
-                f"{named(here)} came, and did not say anything more or close its client; or its "
-                "step takes longer than timeout= allows"
+                f"{name_ranks(here)} came, and did not say anything more or close its client; or "
+                "its step takes longer than timeout= allows"
             )
         parts = parts or ["workers that are gone do not take their last answers"]
         return CollectiveTimeoutError(
@@ -265,11 +266,6 @@ def checked_workers(
         if worker in servers:
             raise ValueError(f"{WHO}: rank {worker} cannot be a server and a worker")
     return tuple(listed)
-
-
-def named(ranks: Sequence[int]) -> str:
-    """Return ranks in words: `rank 2`, `ranks 2, 3`."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 # ------------------------------------------------------------------------------

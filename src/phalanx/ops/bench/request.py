@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -36,14 +37,14 @@ class BenchRequest(msgspec.Struct, frozen=True, kw_only=True):
     operations: tuple[str, ...]
     backends: tuple[str, ...]
     sizes: tuple[int, ...]
-    rounds: int
-    seconds: float
+    rounds: int = 11
+    seconds: float = 0.02
     memories: tuple[str, ...]
     algorithms: tuple[str, ...]
-    threads: int
+    threads: int = 1
     timeout: float = 240.0
-    baseline: str
-    width: int
+    baseline: str = "gloo"
+    width: int = 0
     beside: int = 0
     back_to_back: bool = False
 
@@ -74,23 +75,19 @@ def make_request(
     backends: str,
     sizes: str,
     factor: int = 8,
-    rounds: int = 11,
-    seconds: float = 0.02,
     memory: str = "ordinary,registered",
     algorithms: str = "auto",
     machine: bool = True,
-    threads: int = 1,
-    baseline: str = "gloo",
-    width: int = 0,
-    beside: int = 0,
-    back_to_back: bool = False,
     tune: bool = False,
     peers: PeerTable = PEERS,
+    **others: Any,
 ) -> BenchRequest:
     """Return the request in the words. `MisuseError` for an unknown one, listing the known ones.
 
-    With `tune` it is the request of a tuning file: every algorithm of Phalanx's own backends, of
-    every collective unless some are named. Options that make no sense then are overruled.
+    others   the other fields of a `BenchRequest`
+
+    With `tune` it is what `auto` can pick by: every algorithm of Phalanx's own backends, of every
+    collective unless some are named. Options that make no sense then are overruled.
     """
     if tune:
         operations = operations or list(COLLECTIVES)
@@ -98,7 +95,7 @@ def make_request(
     named = [part for name in operations for part in EXPANDED.get(name, (name,))]
     _check("operation", named, [*(name for name in OPERATIONS if name != "copy"), *EXPANDED])
     taking_part = _words(backends)
-    _check("backend", [*taking_part, baseline], peers)
+    _check("backend", taking_part, peers)
     memories = _check("kind of memory", _words(memory), MEMORY_KINDS)
     by_name = _check("algorithm", _words(algorithms), _ALGORITHMS)
     if tune:
@@ -106,20 +103,16 @@ def make_request(
         if not taking_part or not set(named) <= COLLECTIVES.keys():
             of = ", ".join(COLLECTIVES)
             raise MisuseError(f"--tune compares the algorithms of {of} on Phalanx's own backends")
-    return BenchRequest(
+    made = BenchRequest(
         operations=tuple(dict.fromkeys(named)),
         backends=tuple(dict.fromkeys([*taking_part, *(MACHINE if machine else ())])),
         sizes=tuple(parse_sizes(sizes, factor)),
-        rounds=rounds,
-        seconds=seconds,
         memories=tuple(memories),
         algorithms=tuple(by_name),
-        threads=threads,
-        baseline=baseline,
-        width=width,
-        beside=beside,
-        back_to_back=back_to_back,
+        **others,
     )
+    _check("backend", [made.baseline], peers)
+    return made
 
 
 def parse_ranks(text: str) -> list[int]:

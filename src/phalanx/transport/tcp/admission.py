@@ -20,17 +20,21 @@ import logging
 import os
 import socket
 import stat
+from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from time import monotonic
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from phalanx import files
 from phalanx.errors import AuthenticationError
 from phalanx.transport.tcp.addresses import BACKLOG, stranger, uid_of_peer
 from phalanx.transport.tcp.loop import Reactor
 from phalanx.wire.control import is_loopback
-from phalanx.wire.handshake import FIRST, AcceptorHandshake, Handshake, Identity, Offer, Refused
+from phalanx.wire.handshake import FIRST, AcceptorHandshake, Handshake, Identity, Refused
+
+if TYPE_CHECKING:
+    from phalanx.transport.tcp.tls import Tls
 
 log = logging.getLogger("phalanx")
 
@@ -58,16 +62,6 @@ _OF_THE_CALLER = frozenset(
         getattr(errno, "ENONET", errno.ENETDOWN),
     }
 )
-
-
-class Security(Protocol):
-    """What the driver of a handshake has for TLS (`tls.Tls`)."""
-
-    def offer(self, sock: socket.socket) -> Offer:
-        """Return what this side says about TLS on that connection."""
-
-    def wrap(self, sock: socket.socket, handshake: Handshake) -> socket.socket:
-        """Return the socket, within TLS, which begins when it is used. Raises `Refused`, OSError"""
 
 
 def receive(sock: socket.socket, room: int) -> bytes | None:
@@ -107,7 +101,7 @@ def check_user(sock: socket.socket, handshake: Handshake) -> None:
 
 
 def speak(
-    sock: socket.socket, handshake: Handshake, first: bytes, seconds: float, tls: Security
+    sock: socket.socket, handshake: Handshake, first: bytes, seconds: float, tls: Tls
 ) -> socket.socket:
     """Carry out a whole handshake that begins with `first`; blocks for so many seconds at most.
 
@@ -148,17 +142,16 @@ class Door(Protocol):
     reactor: Reactor
     identity: Identity
     token: bytes
+    tls: Tls
 
-    @property
-    def tls(self) -> Security:
-        """What it says about TLS."""
-
+    @abstractmethod
     def admit(self, peer: int) -> str | None:
         """Return why a caller that has proved itself is turned away all the same, or None.
 
         Raises `Refused` to hang up without a word.
         """
 
+    @abstractmethod
     def link_opened(self, peer: int, sock: socket.socket, surplus: bytes) -> None:
         """Take a caller that is in. `surplus` came behind its handshake."""
 

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from typing_extensions import override
 
@@ -234,21 +234,6 @@ class Mesh:
             # Only the kernel is busy, which tells nobody when it is done.
             self.reactor.call_later(0.002, lambda: None)
         return not waiting
-
-
-class Outlet(Protocol):
-    """Takes what is to be sent to one peer: its connection, or one that is being made."""
-
-    def send(self, send: PostedSend) -> None:
-        """Send a message; `send.complete()` is called when its memory is free again."""
-
-    def send_control(
-        self, kind: Kind, payload: bytes = b"", *, group: int = 0, number: int = 0
-    ) -> None:
-        """Send a small frame without memory of the program's."""
-
-    def cancel(self, send: PostedSend) -> None:
-        """Give up a message: its memory is not read from now on."""
 
 
 class Connection:

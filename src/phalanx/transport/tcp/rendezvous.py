@@ -35,6 +35,7 @@ from phalanx.errors import (
     CollectiveTimeoutError,
     DistributedError,
     PeerLostError,
+    name_ranks,
 )
 from phalanx.transport.tcp.addresses import address_on_interface, listen_on, resolve
 from phalanx.transport.tcp.admission import Acceptor
@@ -333,7 +334,7 @@ class Rendezvous:
         if mesh.rank == 0 and unknown:
             gone = [rank for rank in unknown if rank in mesh.gone]
             never = [rank for rank in unknown if rank not in mesh.gone]
-            what = f"{_ranks(unknown)} of {mesh.world_size} did not come{turned_away}"
+            what = f"{name_ranks(unknown)} of {mesh.world_size} did not come{turned_away}"
             what += "".join(f"; rank {rank} came and was lost: {mesh.gone[rank]}" for rank in gone)
             peer = (never or unknown)[0]
         elif 0 in unconnected:
@@ -344,10 +345,10 @@ class Rendezvous:
             what, peer = "rank 0 is there, but other ranks did not come (its error names them)", 0
         elif not unconnected:
             silent = [rank for rank in self._reporters() if rank not in self.problems]
-            what = f"{_ranks(silent)} did not say whether the memory of all can be attached"
+            what = f"{name_ranks(silent)} did not say whether the memory of all can be attached"
             peer = silent[0]
         else:
-            what, peer = f"no connection with {_ranks(sorted(unconnected))}", min(unconnected)
+            what, peer = f"no connection with {name_ranks(sorted(unconnected))}", min(unconnected)
             dial = self._dials.get(peer)
             what += f" (rank {peer}: {dial.trouble})" if dial is not None else turned_away
         return CollectiveTimeoutError(
@@ -371,7 +372,3 @@ def _check_numbers(addresses: Mapping[int, Address]) -> None:
             numbers.add(address.host)
         if not 0 < address.port < 65536:
             raise FrameError(f"rank {rank} listens at port {address.port}")
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

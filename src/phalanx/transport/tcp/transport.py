@@ -22,7 +22,7 @@ from phalanx.core.posted import PostedSend, Wait
 from phalanx.core.steps import Step
 from phalanx.core.transport import Control, Transport
 from phalanx.core.work import Work
-from phalanx.transport.tcp.connection import MESSAGES, Mesh, Outlet
+from phalanx.transport.tcp.connection import MESSAGES, Mesh
 from phalanx.transport.tcp.flooding import Flooding
 from phalanx.transport.tcp.heartbeat import Heartbeat
 from phalanx.transport.tcp.tls import Tls
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from phalanx.core.shared_group import SharedGroup
     from phalanx.core.steps import Source
     from phalanx.core.transport import HostMemory
+    from phalanx.transport.tcp.connection import Connection
+    from phalanx.transport.tcp.dial import LazyConnection
 
 GLANCE_EVERY = 0.01  # seconds between polls of the sockets while calls need none
 SPIN = 2e-4  # seconds that a waiting thread polls before it sleeps, where that pays
@@ -130,7 +132,7 @@ class TcpTransport(Transport):
 
     @override
     def control(self, peer: int, group: int, message: Control) -> None:
-        connection: Outlet | None = self._connections.get(peer)
+        connection: Connection | LazyConnection | None = self._connections.get(peer)
         if connection is None and self.wide is not None:
             connection = self.wide.call(peer)
         if connection is None or peer in self.engine.left:
