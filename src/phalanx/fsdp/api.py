@@ -289,7 +289,6 @@ class FSDP(Wrapper):
         self._runtime.write_epoch.begin("step")
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """It has."""
         self._runtime.write_epoch.end("step")
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:

@@ -178,7 +178,6 @@ class StoragePool:
             storage.resize_(size)
 
     def detach(self, tensor: Tensor) -> None:
-        """Take it away again."""
         storage = tensor.untyped_storage()
         if SWAPS_MEMORY and tensor.is_cpu and storage.nbytes():
             holder = torch.UntypedStorage(0)  # type: ignore[no-untyped-call]

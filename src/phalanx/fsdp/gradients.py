@@ -225,7 +225,7 @@ class FlatGradient:
 
     @property
     def finite(self) -> bool:
-        """Whether all means are."""
+        """Whether all means are finite."""
         return all(is_finite(mean) for mean in self._means)
 
     def finalize(self, used: Sequence[bool]) -> list[nn.Parameter]:

@@ -71,7 +71,7 @@ class WriteEpoch:
         self._writer = what
 
     def end(self, what: str) -> None:
-        """This rank has written."""
+        """This rank has written, and reads again."""
         self._depth -= 1
         if self._depth > 0:
             return
