@@ -90,7 +90,7 @@ DOCS_READY := $(VENV)/.ready-docs
 CLIENTS_READY := $(CLIENTS_VENV)/.ready
 DEBIAN := slurmctld slurmd slurm-client chromium
 
-.PHONY: demo test test-torch-next test-clients lint docs format bench stress blame torch-blame bad-days fuzz flood attack \
+.PHONY: demo test test-quick test-torch-next test-clients lint docs format bench stress blame torch-blame bad-days fuzz flood attack \
 	wide two-hosts links kill-saves notices combinations fence mutants agreement torch device loss-against-bytes slow-link pipeline-bubble thresholds gate \
 	main-path clean
 
@@ -99,6 +99,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+
+test-quick: $(READY)
+	PHALANX_TESTS_QUICK=1 $(BIN)/python -m pytest --numprocesses 0 -q $(ARGS)
 
 test-torch-next:
 	$(PYTHON) -m venv $(NEXT_VENV)

@@ -37,6 +37,42 @@ def split(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
     return [i for i in items if i not in left], [i for i in items if i in left]
 
 
+IN_ONE_PROCESS = (
+    "aggregation",
+    "backends",
+    "checkpoint",
+    "collectives",
+    "compression",
+    "parallel",
+    "training",
+    "wire",
+)
+"""Folders of tests that need no other process, mostly."""
+SLOW = (
+    "_tcp_",
+    "_wide_",
+    "_fuzz",
+    "_kills",
+    "_forks",
+    "_compile",
+    "_property",
+    "_stress",
+    "_torch_",
+)
+"""In names of files that take seconds, or sockets."""
+
+
+def quick(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
+    """Those of the quick form, the first case of each test, and the others."""
+    first: dict[str, Item] = {}
+    for item in items:
+        file = item.path
+        if file.parent.name in IN_ONE_PROCESS and not any(part in file.name for part in SLOW):
+            first.setdefault(item.nodeid.partition("[")[0], item)
+    stay = set(first.values())
+    return list(first.values()), [item for item in items if item not in stay]
+
+
 def _squares(board: Sequence[Item]) -> Squares:
     """Values are numbered as they come; who asks for one item by its name gets it."""
     columns = []

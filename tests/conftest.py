@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent / "multiprocess"))  # what several 
 sys.path.insert(0, str(Path(__file__).parent / "checkpoint"))
 sys.path.insert(0, str(Path(__file__).parent))  # so that any test may import `clusters`
 
-from checkered import split
+from checkered import quick, split
 from clusters import CLUSTERS, Cluster, Wide
-from forms import LONG, examples
+from forms import LONG, QUICK, examples
 from together import Together
 
 hypothesis.settings.register_profile(
@@ -50,6 +50,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for cluster in [*CLUSTERS, *wide]
         if (cluster.keeps_time or not time_passes) and not required & cluster.lacks.keys()
     ]
+    if QUICK:
+        chosen = chosen[:1]  # the simulated one, if the test can run there
     by_name = metafunc.config.getoption("keyword")  # -k: then each cluster is a test, with its name
     together = metafunc.definition.get_closest_marker("together") is not None and not by_name
     if len(chosen) > 1 and together:
@@ -61,7 +63,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.hookimpl(trylast=True)  # after -k, so that it finds any test
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not LONG:
-        items[:], left = split(items)
+        items[:], left = quick(items) if QUICK else split(items)
         config.hook.pytest_deselected(items=left)
 
 

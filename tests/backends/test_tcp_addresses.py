@@ -21,7 +21,7 @@ from test_tcp_rendezvous import (  # noqa: F401
 from phalanx.errors import BackendUnavailableError, MisuseError
 from phalanx.launch.run import Job
 from phalanx.launch.store import listen_for_store
-from phalanx.native.base import _listen
+from phalanx.native.store_rendezvous import rendezvous_by, route_by
 from phalanx.native.torch_formation import GroupFormer
 from phalanx.transport.tcp.addresses import (
     ELSEWHERE,
@@ -219,9 +219,10 @@ def test_what_rank_0_says_of_itself_follows_both_variables(
     monkeypatch.setenv("PHALANX_INTERFACE", LOOPBACK.name)
     monkeypatch.setenv("MASTER_ADDR", toward.host)
     listener, said = listen_toward(toward, one_host=False)
-    library_listener, told = _listen(None)
-    with listener, library_listener:
-        for address in (said, parse_address(told.decode().split()[0])):
+    by_library = rendezvous_by(lambda block: None, 0, route_by(), one_host=False)
+    assert by_library.listener is not None
+    with listener, by_library.listener:
+        for address in (said, parse_address(by_library.address)):
             assert address.host == "127.0.0.1"
             assert address.port in range_of_ports
 

@@ -26,6 +26,7 @@ from phalanx.native.store_rendezvous import (
     StoreRendezvous,
     trust_in_torchs_store,
 )
+from phalanx.wire.control import Endpoint
 
 TOKEN = "a token of many letters"
 SCOPE = ("job", 0, "")
@@ -189,6 +190,20 @@ def test_a_rank_without_a_token_is_told_at_once(monkeypatch: pytest.MonkeyPatch)
     found = failures(zero.announce, lambda: meet(store, 1))
     assert isinstance(found[1], AuthenticationError)
     assert "rank 1 and rank 0 do not hold the same token" in str(found[1])
+
+
+def test_all_ranks_hear_why_rank_0_cannot_listen(
+    token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, hosts = dist.HashStore(), iter(["one", "another"])
+    monkeypatch.setattr(store_rendezvous, "host_id", lambda: next(hosts))
+    monkeypatch.setenv("PHALANX_INTERFACE", "there-is-none")
+    parts = [
+        StoreRendezvous(Entries(store, SCOPE, "sealed"), rank, 2, 20.0, "init") for rank in (0, 1)
+    ]
+    zero, one = failures(*(lambda part=part: part.run(Endpoint("::1", 9)) for part in parts))
+    assert "PHALANX_INTERFACE" in str(zero)
+    assert str(one).startswith(f"rank 1: rank 0 says: {zero}")
 
 
 # Without a token --------------------------------------------------------------------------------

@@ -101,12 +101,11 @@ class FsdpRuntime:
         """Notice passes from now on. Returns the handles of the hooks."""
         handles: list[Any] = []
         for group in self.groups:
+            module = group.module
             before, after = partial(self.pre_forward, group), partial(self.post_forward, group)
-            register_before = group.module.register_forward_pre_hook
-            register_after = group.module.register_forward_hook
             # First of all, for other hooks may use parameters.
-            handles.append(register_before(before, with_kwargs=True, prepend=True))
-            handles.append(register_after(after, with_kwargs=True, always_call=True))
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+            handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
             for gradient in group.gradients:
                 for number, view in enumerate(gradient.flat.views):
                     if view.is_floating_point() or view.is_complex():
@@ -326,8 +325,10 @@ class FsdpRuntime:
 
     def _at_input(self, call: ForwardCall) -> None:
         """The gradient of an input of a group is there."""
-        call.inputs -= 1
         group = call.group
+        if not call.inputs:  # it has left the call before
+            return
+        call.inputs -= 1
         if call.inputs or call not in group.calls:
             return
         for other in group.calls:
@@ -379,11 +380,10 @@ class FsdpRuntime:
             mine = [g.has_mean(at) for g in self.gradients for at in range(len(g.flat.parameters))]
             if compressor is not None:
                 mine.append(not all(gradient.finite for gradient in self.gradients))
-            flags = torch.tensor(mine, dtype=torch.uint8)
+            bits = torch.tensor(mine, dtype=torch.uint8)
             if mine:
-                label = "which parameters were used"
-                all_reduce_(flags, self.plan.world, ReduceOp.MAX, label=label)
-            used = [bool(flag) for flag in flags.tolist()]
+                all_reduce_(bits, self.plan.world, ReduceOp.MAX, label="which parameters were used")
+            used = [bool(bit) for bit in bits.tolist()]
         except BaseException:
             if compressor is not None:
                 compressor.rollback()

@@ -172,7 +172,7 @@ def _rendezvous_at_store(world: World, timeout: float, own_gpu: bool) -> Rendezv
 
 
 def _rendezvous_over_mpi(world: World, timeout: float) -> RendezvousResult:
-    """Without a store and a port: MPI, whose ranks these are, broadcasts what rank 0 has to say."""
+    """Without a store and a port: let MPI, which started the ranks, broadcast rank 0's address."""
     try:
         mpi = import_mpi()
     except BackendUnavailableError as error:
@@ -224,7 +224,7 @@ def make_backend(name: str, world: World, timeout: float) -> Backend:
 
 
 def _mesh(name: str, world: World, timeout: float) -> Backend:
-    """Shared memory, TCP, or both; "auto" is the best of them that can run here."""
+    """Return shared memory, TCP, or both; for "auto" the best of them that can run here."""
     kinds: dict[str, type[MeshBackend]] = {
         "tcp": backends.TcpBackend,
         "shm": backends.SharedMemoryBackend,

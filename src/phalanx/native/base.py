@@ -359,11 +359,11 @@ def first_line(error: Exception) -> str:
 class LibraryBackend(MeshBackend):
     """A mesh for everything but the library's own collectives.
 
-    met       where rank 0 listens
-    join      gives the library's group of all ranks, once the ranks are connected: called with the
-              number of the host that each is on
-    all_came  whether the library has brought all ranks together: then ranks absent from
-    the mesh cannot connect
+    met       rank 0's address, on rank 0 its listener
+    join      returns the library's group of all ranks, once these are connected: called with the
+              number of each one's host
+    all_came  whether the library has brought all ranks together: then ranks absent from the mesh
+              cannot connect
     """
 
     sharing = "hosts"

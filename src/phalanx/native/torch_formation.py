@@ -160,7 +160,7 @@ def store_of(group: ProcessGroup) -> tuple[Store, str] | None:
 def meet_over(
     group: ProcessGroup, place: tuple[Store, str] | None, device: str, timeout: float
 ) -> RendezvousResult:
-    """How the ranks of a given group meet.
+    """Let the ranks of a given group meet.
 
     By its store; if it has none, by its own collectives of tensors on `device`.
     """
