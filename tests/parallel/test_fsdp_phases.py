@@ -171,6 +171,31 @@ def test_these_programs_go_along_every_arrow():
     }
 
 
+class Penalized(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        y = super().forward(x)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y + slope
+
+
+@way
+def test_while_a_graph_is_there_that_a_pass_has_kept_a_group_is_left_at_the_end(
+    strategy: Any, where: Any
+):
+    def body(model: Any, backend: Backend) -> str:
+        fsdp = FSDP(model, backend, strategy=strategy, unit=Penalized)
+        (group,) = fsdp._runtime.groups
+        group.__class__, group.way = Noting, group.phase.name
+        kept = loss_of(fsdp)
+        step(fsdp)
+        del kept
+        return group.way
+
+    ways = on_ranks(where, RANKS, lambda: seeded(Penalized), body)
+    assert ways == ["IDLE" + 3 * " enter BACKWARD end IDLE"] * RANKS
+
+
 @way
 def test_to_leave_what_was_not_entered_is_an_error_of_the_package(strategy: Any, where: Any):
     def body(model: Any, backend: Backend) -> None:
