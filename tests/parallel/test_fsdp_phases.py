@@ -171,6 +171,74 @@ def test_these_programs_go_along_every_arrow():
     }
 
 
+class Penalized(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        y = super().forward(x)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y + slope
+
+
+@way
+def test_while_a_graph_is_there_that_a_pass_has_kept_a_group_is_left_at_the_end(
+    strategy: Any, where: Any
+):
+    def body(model: Any, backend: Backend) -> str:
+        fsdp = FSDP(model, backend, strategy=strategy, unit=Penalized)
+        (group,) = fsdp._runtime.groups
+        group.__class__, group.way = Noting, group.phase.name
+        kept = loss_of(fsdp)
+        step(fsdp)
+        del kept
+        return group.way
+
+    ways = on_ranks(where, RANKS, lambda: seeded(Penalized), body)
+    assert ways == ["IDLE" + 3 * " enter BACKWARD end IDLE"] * RANKS
+
+
+class OnceMore(torch.autograd.Function):
+    """Its backward pass runs another one, from what has been put in a box to its own output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, box: list[Tensor]) -> Tensor:
+        ctx.box = box
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        later, own = ctx.box
+        torch.autograd.grad(later, own, torch.ones_like(later))
+        return grad, None
+
+
+class Parallel(Chain):
+    """It calls `b` for two inputs; a pass comes twice to that of the first call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        box: list[Tensor] = []
+        x = self.a(x)
+        second = x + 1
+        x = OnceMore.apply(x, box)
+        first = x + 2
+        box += [first, x]
+        return self.b(first) + self.b(second)
+
+
+@way
+def test_a_call_that_was_left_is_left_when_a_pass_comes_to_its_input_again(
+    strategy: Any, where: Any
+):
+    def body(model: Any, backend: Backend) -> str:
+        fsdp = FSDP(model, backend, strategy=strategy)
+        group = fsdp._runtime.groups[2]
+        group.__class__, group.way = Noting, group.phase.name
+        model.b.uses_all = False
+        step(fsdp)
+        return group.way
+
+    assert on_ranks(where, RANKS, lambda: seeded(Parallel), body) == [REDUCED_AND_LEFT] * RANKS
+
+
 @way
 def test_to_leave_what_was_not_entered_is_an_error_of_the_package(strategy: Any, where: Any):
     def body(model: Any, backend: Backend) -> None:

@@ -232,7 +232,7 @@ class FsdpRuntime:
         parameters may have been read before. What a layer returns as it was given, such as one that
         is left out at random, is of the group that has computed it.
         """
-        call.group.waiting[call] = False
+        call.group.waiting.setdefault(call, False)  # a pass may have come in the middle of it
         tensors = [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.grad_fn]
         computed = [t for t in tensors if t.grad_fn not in before]
         for number, output in enumerate(computed):
