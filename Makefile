@@ -10,6 +10,7 @@
 # where the short form proves a schedule with hundreds, and every size and combination where the
 # short form takes some of each kind (tests/forms.py). It is for a machine with time:
 #
+#   make test-quick   a minute of tests, in one process: for the loop of an edit
 #   PHALANX_TESTS_LONG=1 make test
 #
 # The backend of torch.distributed depends on torch's version. In an environment of its own:
@@ -100,8 +101,11 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
+QUICK := $(addprefix tests/,aggregation backends checkpoint collectives compression parallel \
+	training wire test_layers.py)
+
 test-quick: $(READY)
-	PHALANX_TESTS_QUICK=1 $(BIN)/python -m pytest --numprocesses 0 -q $(ARGS)
+	PHALANX_TESTS_QUICK=1 $(BIN)/python -m pytest --numprocesses 0 $(QUICK) $(ARGS)
 
 test-torch-next:
 	$(PYTHON) -m venv $(NEXT_VENV)

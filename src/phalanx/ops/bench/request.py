@@ -86,8 +86,8 @@ def make_request(
 
     others   the other fields of a `BenchRequest`
 
-    With `tune` it is the request of a tuning file: every algorithm of Phalanx's own backends, of every
-    collective unless some are named. Options that make no sense then are overruled.
+    With `tune` it is the request of a tuning file: every algorithm of Phalanx's own backends, of
+    every collective unless some are named. Options that make no sense then are overruled.
     """
     if tune:
         operations = operations or list(COLLECTIVES)
