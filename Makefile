@@ -2,6 +2,7 @@
 #
 #   make demo    set up, then train a small language model on two ranks
 #   make test    set up, then run the tests
+#   make test-quick   a minute of them, in one process: for the loop of an edit
 #   make lint    formatter, linter and strict type checker
 #   make docs    the documentation site, into site/; warnings are errors
 #   make bench   all_reduce beside Gloo
@@ -10,7 +11,6 @@
 # where the short form proves a schedule with hundreds, and every size and combination where the
 # short form takes some of each kind (tests/forms.py). It is for a machine with time:
 #
-#   make test-quick   a minute of tests, in one process: for the loop of an edit
 #   PHALANX_TESTS_LONG=1 make test
 #
 # The backend of torch.distributed depends on torch's version. In an environment of its own:
