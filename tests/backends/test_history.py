@@ -15,7 +15,7 @@ from time import monotonic
 import numpy as np
 import pytest
 import torch
-from clusters import PATIENCE, Cluster, Gloo, whole
+from clusters import PATIENCE, Cluster, Gloo, SharedMemory, whole
 
 import phalanx
 from phalanx import (
@@ -257,3 +257,24 @@ def test_a_users_note_on_one_error_is_not_on_the_next_that_is_raised() -> None:
             pending.wait()
         info.value.add_note("in epoch 3")  # type: ignore[attr-defined]
         assert len(notes(info.value)) == 2
+
+
+def test_a_call_that_its_caller_carried_out_keeps_no_step_and_so_no_memory() -> None:
+    """Of one that is complete at once, one that is left to a work, and one that fails."""
+    begun = threading.Event()
+
+    def run(backend: Backend) -> bool:
+        phalanx.all_reduce_(torch.ones(2), backend)
+        if backend.rank:
+            work = phalanx.async_all_reduce_(torch.ones(3), backend)
+            begun.set()
+            work.wait()
+            with pytest.raises(DistributedError):
+                phalanx.all_reduce_(torch.ones(3), backend)
+        else:
+            assert begun.wait(PATIENCE)
+            phalanx.all_reduce_(torch.ones(3), backend)
+            backend.abort()
+        return all(call.step is None for call in backend.group.checker.calls)
+
+    assert SharedMemory().run(run, 2) == [True, True]

@@ -454,8 +454,9 @@ class Backend:
                     steps = rest
                 channel = Channel(group.id, Kind.COLLECTIVE, call.sequence)
                 work = Work(group, call, channel, steps, buffers, combine=combine, result=result)
-                work.step, call.step = call.step, None
+                work.step = call.step  # it has begun
                 group.issue(work)
+                call.step = None
             except BaseException as error:
                 group.interrupted(error, before)
                 raise

@@ -141,9 +141,11 @@ class Group(Members):
         the group is broken. `before` it, as many had one. Lock held.
         """
         checker = self.checker
+        call, step = checker.calls[-1] if checker.calls else None, None
+        if call is not None:
+            step, call.step = call.step, None
         if isinstance(error, Exception) or self.failure is not None:
             return
-        call = checker.calls[-1] if checker.calls else None
         if call is None or call.sequence != before or call.ended:
             return
         if checker.issued == before:  # it has none yet
@@ -153,8 +155,8 @@ class Group(Members):
             return
         if self.shared is not None:
             self.shared.give_up()
-        if call.step is not None:
-            call.step.cancel()
+        if step is not None:
+            step.cancel()
         lost = self._given_up(call, error)
         self.fail(Failure(type(lost), self.here, self.here, str(lost), call.describe(), before))
 
