@@ -69,7 +69,8 @@ class FsdpRuntime:
     forward_pass     the one under way, or the last one [_begin_forward]
     last_order       the groups of the last one that did not fail, or a guess [post_forward]
     backward_pass    the one under way, if there is one [_begin_backward, _close_backward]
-    under_way        gradients of the group that was reduced last [_reduce, finish_reduction]
+    under_way        gradients of the group that was reduced last [_begin_forward, _reduce,
+                     finish_reduction]
     """
 
     def __init__(
