@@ -33,7 +33,6 @@ from phalanx.wire.memory import (
     check_distinct,
     copy_bits,
     is_plain,
-    outside_inference_mode,
     plain,
     why_not_movable,
 )
@@ -89,7 +88,7 @@ def collective(define: Callable[P, Request[T]]) -> Callable[P, T]:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(mode=False):
                 return define(*args, **kwargs).run()
-        return define(*args, **kwargs).run()  # no other function in between: it takes 1 us in all
+        return define(*args, **kwargs).run()  # without a function in between, as `issue` below
 
     run.request = define  # type: ignore[attr-defined]
     _annotate(run, define, "{}")
@@ -101,9 +100,11 @@ def asynchronous(blocking: Callable[P, T]) -> Callable[P, Work[T]]:
     define: Callable[P, Request[T]] = blocking.request  # type: ignore[attr-defined]
     name = define.__name__
 
-    @outside_inference_mode
     @wraps(define)
     def issue(*args: P.args, **kwargs: P.kwargs) -> Work[T]:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(mode=False):
+                return define(*args, **kwargs).issue()
         return define(*args, **kwargs).issue()
 
     issue.__name__ = issue.__qualname__ = f"async_{name}"
