@@ -147,7 +147,7 @@ def _uneven_call(op: Op, backend: Backend, given: Value, into: Value, function: 
     ranks, rank = range(backend.world_size), backend.rank
     sends = [_rows(op, rank, other) for other in ranks]
     receives = [_rows(op, other, rank) for other in ranks]
-    return function(given, sends, receives, backend, algorithm=op.algorithm, into=into)
+    return function(given, backend, sends, receives, algorithm=op.algorithm, into=into)
 
 
 def _exchange_call(op: Op, backend: Backend, given: Value, into: Value, function: Any) -> Any:
