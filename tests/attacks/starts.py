@@ -2,11 +2,12 @@
 
     python tests/attacks/starts.py [--short] [--rounds 4] [--only NAME ...]
 
-Each job of two ranks runs alone in network namespaces of its own, as it would without him and with
-him in turn. He is another user of the host (in two namespaces: of both), and does not hold the
-token: as soon as anybody listens he calls, again and again, at random and in every way of `KINDS`.
+Each job of two ranks runs in network namespaces of its own. He is another user of the host (in two
+namespaces: of both), and does not hold the token: as soon as anybody listens he calls, again and
+again, at random and in every way of `KINDS`. In every other round he calls at a port of his own
+instead, as often: so it is the doors that are compared, and not a machine with one process more.
 A round is right if each rank has computed the right sums, every process has ended with 0, and he
-has not held the job up by more than `ALLOWED` beyond the slowest undisturbed round. Needs root.
+has not held the job up by more than `ALLOWED` beyond the slowest of those others. Needs root.
 """
 
 from __future__ import annotations
@@ -147,7 +148,8 @@ STARTS: Mapping[str, Callable[[str, str], list[Process]]] = MappingProxyType(
 
 
 # ------------------------------------------------------------------------------
-# The stranger: `python starts.py stranger SEED [only]`, until it is killed; `only`: at `PORTS`.
+# The stranger: `python starts.py stranger SEED [only | elsewhere]`, until it is killed; `only`: at
+# `PORTS`; `elsewhere`: at a port of his own.
 
 
 def _hello(rng: random.Random) -> bytes:
@@ -201,12 +203,19 @@ def listening() -> list[tuple[str, int]]:
     return found
 
 
-def be_a_stranger(seed: int, *, everywhere: bool) -> None:
+def be_a_stranger(seed: int, where: str) -> None:
     rng = random.Random(seed)
     held: list[socket.socket] = []
+    own = socket.create_server(("127.0.0.1", 0), backlog=4096) if where == "elsewhere" else None
     while True:
         time.sleep(0.005)  # he does not want the processor, but the door
-        places = [(host, port) for host, port in listening() if everywhere or port in PORTS]
+        places = [(host, port) for host, port in listening() if where != "only" or port in PORTS]
+        if own is not None:
+            own.setblocking(False)
+            with suppress(BlockingIOError):
+                while True:
+                    own.accept()[0].close()
+            places = [own.getsockname()]
         for host, port in places:
             for _ in range(4):
                 try:
@@ -230,8 +239,8 @@ class Round(NamedTuple):
     wrong: str  # "" if nothing was
 
 
-def play(name: str, *, seed: int, stranger: bool) -> Round:
-    """Run one job, alone or with the stranger."""
+def play(name: str, *, seed: int, elsewhere: bool) -> Round:
+    """Run one job, with the stranger at its doors, or elsewhere."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         network = stack.enter_context(Network(2))
@@ -239,14 +248,13 @@ def play(name: str, *, seed: int, stranger: bool) -> Round:
         script.write_text(TRAIN)
         processes = STARTS[name](str(script), secrets.token_hex(32))
         environ = {**environ_without_launcher(), "OMP_NUM_THREADS": "1"}
-        if stranger:
-            for host in {process.host for process in processes}:
-                as_nobody = ["setpriv", "--reuid", str(NOBODY), "--regid", str(NOBODY)]
-                words = [*as_nobody, "--clear-groups", sys.executable, __file__, "stranger"]
-                words += [str(seed), *(["only"] if name == "mpirun" else [])]
-                him = _start(words, environ, network.host(host))
-                stack.callback(him.wait)
-                stack.callback(him.kill)
+        where = "elsewhere" if elsewhere else "only" if name == "mpirun" else "everywhere"
+        for host in {process.host for process in processes}:
+            as_nobody = ["setpriv", "--reuid", str(NOBODY), "--regid", str(NOBODY)]
+            words = [*as_nobody, "--clear-groups", sys.executable, __file__, "stranger"]
+            him = _start([*words, str(seed), where], environ, network.host(host))
+            stack.callback(him.wait)
+            stack.callback(him.kill)
         begin = time.monotonic()
         jobs = [
             _start(each.words, environ | each.environ, network.host(each.host))
@@ -275,7 +283,7 @@ def _start(words: list[str], environ: Mapping[str, str], host: str) -> subproces
 
 def main(arguments: list[str]) -> int:
     if arguments[:1] == ["stranger"]:
-        be_a_stranger(int(arguments[1]), everywhere="only" not in arguments)
+        be_a_stranger(int(arguments[1]), arguments[2])
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="one round of some starts")
     parser.add_argument("--rounds", type=int, default=4)
@@ -288,18 +296,18 @@ def main(arguments: list[str]) -> int:
     good = total = 0
     for name in names:
         rounds = 1 if options.short else options.rounds
-        alone, disturbed = [], []
+        in_peace, disturbed = [], []
         for number in range(rounds):
-            alone.append(play(name, seed=number, stranger=False))
-            disturbed.append(play(name, seed=number, stranger=True))
-        slowest = max(each.seconds for each in alone)
+            in_peace.append(play(name, seed=number, elsewhere=True))
+            disturbed.append(play(name, seed=number, elsewhere=False))
+        slowest = max(each.seconds for each in in_peace)
         right = sum(not e.wrong and e.seconds <= slowest + ALLOWED for e in disturbed)
         held_up = max(each.seconds for each in disturbed) - slowest
         print(
-            f"  {name:26} {right} of {rounds}; {slowest:.1f} s alone, at most {held_up:+.1f} s",
+            f"  {name:26} {right} of {rounds}; {slowest:.1f} s in peace, at most {held_up:+.1f} s",
             flush=True,
         )
-        for each in (*alone, *disturbed):
+        for each in (*in_peace, *disturbed):
             if each.wrong:
                 print(f"    {each.wrong[-800:]}", flush=True)
         good, total = good + right, total + rounds
