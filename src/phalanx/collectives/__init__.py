@@ -1,4 +1,4 @@
-"""The collectives: what groups of ranks do with their tensors together."""
+"""The collectives: operations of a group of ranks on their tensors."""
 
 from phalanx.collectives.layout import chunk_ranges
 from phalanx.collectives.messages import (

@@ -1,4 +1,4 @@
-"""Whether all ranks have the same lines of text, and where they differ first."""
+"""A comparison of lines of text over all ranks, and the first difference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Difference(NamedTuple):
 
     place   its number
     odd     the ranks in the minority; if none is, those that differ from rank 0
-    text    what these say, and one of the others, for a message
+    text    the text of these, and of one of the others, for a message
     """
 
     place: int
@@ -36,7 +36,7 @@ def difference(
 ) -> Difference | None:
     """Compare lines of text over the ranks; None if all have the same. Blocks.
 
-    end       what a rank has that has no more lines, in messages
+    end       the text, in messages, for a rank that has no more lines
     timeout   seconds that a message waits at most; by default the backend's
 
     Costs one message of 8 bytes; the lines themselves are exchanged only when they differ.
@@ -61,7 +61,7 @@ def difference(
 
 
 def minority(votes: Mapping[int, Hashable]) -> list[int]:
-    """The ranks in the minority; all of them if two texts have equally many ranks."""
+    """Return the ranks in the minority; all of them if two texts have equally many ranks."""
     (winner, most), *others = Counter(votes.values()).most_common()
     if others and others[0][1] == most:
         return list(votes)

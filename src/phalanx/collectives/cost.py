@@ -1,4 +1,4 @@
-"""What each algorithm costs, and which one `auto` picks.
+"""The cost of each algorithm, and the choice of `auto`.
 
 The model is Hockney's (1994) with a cost for each message that a rank has to handle, since a
 Python program feels those:
@@ -7,9 +7,9 @@ Python program feels those:
 
 counted along the critical path, for p ranks and n bytes (Thakur, Rabenseifner & Gropp 2005, table
 1). Algorithms in whose rounds ranks send and receive at the same time handle two messages a round;
-where a byte costs processor time on both sides, as inside a host, they also move two for one. That
-is a formula for each algorithm on one host. On several it matters who is where, and the same is
-counted on the schedules (`Pace`).
+if a byte costs processor time on both sides, as inside a host, they also move two for one. That is
+a formula for each algorithm on one host. On several hosts the place of each rank matters, and the
+same is counted on the schedules (`Pace`).
 
 Every rank computes the same choice, from numbers that are the same on all.
 """
@@ -36,7 +36,7 @@ from phalanx.core.transport import LinkCost, Links
 
 
 class CriticalPath(NamedTuple):
-    """What lies on the critical path of one collective."""
+    """The rounds, messages and bytes on the critical path of one collective."""
 
     rounds: float
     messages: float  # in one direction
@@ -68,7 +68,7 @@ _FOLDED = 1.125
 
 
 def _folded(p: int, n: float) -> float:
-    """What n bytes of contributions cost that all ranks send at once: those of p > 2 are staged."""
+    """Return the cost of n bytes of contributions that all ranks send at once, staged if p > 2."""
     return n * (_FOLDED if p > 2 else 1)
 
 
@@ -168,11 +168,11 @@ FORMULAS: Mapping[str, Mapping[str, Formula]] = {
 
 
 def seconds(work: CriticalPath, link: LinkCost, ranks: int = 1, processors: float = inf) -> float:
-    """How long that takes on such links, if so many ranks share so many processors.
+    """Return the seconds on such links, if so many ranks share so many processors.
 
-    With a processor for each rank what counts is the critical path. With fewer, ranks that all
-    have something to do at the same time wait for each other, and are woken in every round; those
-    on a tree are idle most of the time, and leave the processors to the others.
+    With a processor for each rank only the critical path counts. With fewer, ranks that all have
+    work at the same time wait for each other, and are woken in every round. Ranks of a tree are
+    idle most of the time, and leave the processors to the others.
     """
     crowd = ranks / processors
     if not work.both_ways:
@@ -190,7 +190,7 @@ def seconds(work: CriticalPath, link: LinkCost, ranks: int = 1, processors: floa
 
 
 def choose(collective: str, count: int, backend: Backend) -> Choice:
-    """The cheapest algorithm for a tensor of `count` bytes in this group.
+    """Choose the cheapest algorithm for a tensor of `count` bytes in this group.
 
     The root, if there is one, is taken to be rank 0: so every rank chooses the same.
     """
@@ -215,7 +215,7 @@ def choose(collective: str, count: int, backend: Backend) -> Choice:
 
 
 def _paces(collective: str, backend: Backend) -> dict[str, Pace]:
-    """What each algorithm costs in a group on several hosts."""
+    """Return each algorithm's cost in a group on several hosts."""
     hosts = backend.topology
     share = 1 / len(hosts) if collective == "all_to_all" else None
     return {
@@ -242,24 +242,24 @@ HELD_ASIDE = 1.25  # cost of a byte that is staged on arrival and reduced afterw
 
 
 class Pace(NamedTuple):
-    """How long a collective takes: `fixed + per_byte * bytes` seconds."""
+    """The time of a collective: `fixed + per_byte * bytes` seconds."""
 
     fixed: float
     per_byte: float
 
     def seconds(self, count: int) -> float:
-        """For a tensor of `count` bytes."""
+        """Return the seconds for a tensor of `count` bytes."""
         return self.fixed + self.per_byte * count
 
 
 def walk(
     row: Algorithm, hosts: Hosts, links: Links, *, share: float | None = None, large: int = LARGE
 ) -> Pace:
-    """The pace of an algorithm for ranks on these hosts.
+    """Return the pace of an algorithm for ranks on these hosts.
 
     share   of the tensor that a chunk is; by default, one of all chunks
     large   of more ranks it looks at those of four hosts: the largest, the smallest, that of rank
-            0, which has most to do in a tree or a star, and that of the last, where a chain ends
+            0, which has most to do in a tree or a star, and that of the last, the end of a chain
     """
     size, seen = len(hosts), list(range(len(hosts)))
     if size > large:
@@ -277,10 +277,10 @@ def walk(
 
 
 def _round(ranks: Mapping[int, Round], hosts: Hosts, links: Links) -> tuple[float, float]:
-    """Seconds of one round, of which `ranks` is what each rank does; and for each byte of a chunk.
+    """Return the seconds of a round, of the steps in `ranks`, and those for each byte of a chunk.
 
-    Who sends while its peer does, too, finds what came when it looks: half the time it need not be
-    woken. A peer that is not looked at is taken to do as the rank does.
+    A rank that sends while its peer does, too, finds the message when it looks: half the time it
+    need not be woken. A peer that is not looked at is taken to do as the rank does.
     """
     latency = busiest = inside = 0.0
     crossing = {hosts[rank]: [0.0, 0.0] for rank in ranks}  # chunks out of, and into, each host
@@ -306,5 +306,5 @@ def _round(ranks: Mapping[int, Round], hosts: Hosts, links: Links) -> tuple[floa
 
 
 def _moved(traffic: list[float], link: LinkCost) -> float:
-    """Seconds for so many bytes out and in."""
+    """Return the seconds for so many bytes out and in."""
     return (max(traffic) if link.duplex else sum(traffic)) / link.bandwidth

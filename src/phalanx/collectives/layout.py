@@ -1,4 +1,4 @@
-"""Where the chunks of a collective lie in this rank's memory, and its rounds over these bytes.
+"""The places of a collective's chunks in this rank's memory, and its rounds over these bytes.
 
     collective              a rank's memory                                       layout
     with one tensor         all chunks, in order                                  cut
@@ -61,7 +61,7 @@ def held(rank: int, size: int, length: int) -> Layout:
 def exchanged(rank: int, outgoing: Sequence[Range], incoming: Sequence[Range]) -> Layout:
     """Chunk p*s + d is, on rank s, slice d of the source; on rank d, slice s of the work buffer.
 
-    outgoing, incoming   where the slice for each rank is, and where that of each rank goes
+    outgoing, incoming   the places of the slice for each rank, and of the slice from each rank
     """
 
     def place(chunk: int, count: int) -> Place:
@@ -76,7 +76,7 @@ def exchanged(rank: int, outgoing: Sequence[Range], incoming: Sequence[Range]) -
 
 
 def ranges_of(lengths: Sequence[int]) -> list[Range]:
-    """Ranges of these lengths, one after the other."""
+    """Return ranges of these lengths, one after the other."""
     return list(pairwise(accumulate(lengths, initial=0)))
 
 
@@ -112,7 +112,7 @@ def chunk_ranges(total: int, parts: int) -> list[Range]:
 
 
 class ReduceStaged(NamedTuple):
-    """Reduce elements [start, stop) of the work buffer with what is staged for them.
+    """Reduce elements [start, stop) of the work buffer with their staged contributions.
 
     `slots` has one entry for each contribution, in rank order: the byte in the stage where it
     begins, or None for this rank's own.
@@ -141,7 +141,7 @@ class _Move(NamedTuple):
     staged: bool  # one of several contributions to its chunk
 
     def part(self, first: int, length: int) -> _Move:
-        """A part of it: `length` bytes at most, from byte `first` on."""
+        """Return a part of it: `length` bytes at most, from byte `first` on."""
         start = self.start + first
         return self._replace(start=start, stop=min(self.stop, start + length))
 
@@ -162,7 +162,7 @@ class Binder:
         self._itemsize = itemsize
 
     def bind(self, schedule: Schedule, piece: int | None = None) -> Iterator[Round | ReduceStaged]:
-        """The rounds of a schedule, each followed by its local reductions.
+        """Return the rounds of a schedule, each followed by its local reductions.
 
         piece   bytes: longer messages are cut, and a round is several, so that the stage stays
                 small and is reduced while it is in a cache. The same on every rank
@@ -175,7 +175,7 @@ class Binder:
                 yield from self._round([move.part(first, piece or longest) for move in moves])
 
     def _placed(self, step: ChunkStep, staged: set[int]) -> _Move | None:
-        """Where the bytes of a step lie, if there are any."""
+        """Return the place of a step's bytes, if there are any."""
         buffer, first, last = self._layout(step.chunk, step.count)
         start, stop = first * self._itemsize, last * self._itemsize
         if start == stop:
@@ -187,7 +187,7 @@ class Binder:
         return _Move(type(step), step.peer, start, stop, buffer, step.chunk in staged)
 
     def _round(self, moves: list[_Move]) -> Iterator[Round | ReduceStaged]:
-        """One round, and the local reductions after it."""
+        """Return one round, and the local reductions after it."""
         sends: list[SendBytes] = []
         receives: list[ReceiveBytes] = []
         slots: dict[tuple[int, int], dict[int, int]] = {}
@@ -213,7 +213,7 @@ class Binder:
             yield ReduceStaged(first, last, in_order)
 
     def finish(self, chunks: range) -> Iterator[Divide]:
-        """The division of these chunks, if they are a mean."""
+        """Return the division of these chunks, if they are a mean."""
         if len(chunks):
             _, start, stop = self._layout(chunks[0], len(chunks))
             if start < stop:

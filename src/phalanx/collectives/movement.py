@@ -1,6 +1,6 @@
 """The collectives that move tensors: broadcast, all_gather, gather, scatter, all_to_all.
 
-Each is written once, as what it asks for; the `async_` forms are made of the blocking ones.
+Each is written once, as its request; the `async_` forms are made of the blocking ones.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ async_all_to_all = asynchronous(all_to_all)
 def _what_is_cut(
     tensor: Tensor | None, backend: Backend, root: int, into: Tensor | None
 ) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
-    """Shape and dtype of the root's tensor, and where the slice goes, from what was given here."""
+    """Return shape and dtype of the root's tensor, and the slice's memory, from the arguments."""
     if tensor is not None:
         if not isinstance(tensor, Tensor) or backend.rank == root or tensor.device.type != "meta":
             check_tensor(tensor, backend, "scatter")
@@ -352,7 +352,7 @@ async_all_to_all_uneven = asynchronous(all_to_all_uneven)
 def _on_host(
     source: Tensor, out: Tensor, result: Callable[[], Tensor], backend: Backend
 ) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
-    """The same for tensors on a device, whole in page-locked memory: ranks' sizes differ."""
+    """Do so for tensors on a device, whole in page-locked memory: ranks' sizes differ."""
     copies = backend.engine.copies_of(source.device, UNEVEN)
     work = copies.room_for(out)
 
@@ -366,7 +366,7 @@ def _on_host(
 def _checked_rows(
     tensor: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int], backend: Backend
 ) -> tuple[list[int], list[int]]:
-    """What this rank sends to each rank, and gets from it, in rows."""
+    """Return the numbers of rows that this rank sends to each rank, and gets from it."""
     sends = _checked(send_sizes, "send_sizes", backend)
     recvs = _checked(recv_sizes, "recv_sizes", backend)
     rows, own = tensor.shape[0] if tensor.dim() else None, backend.rank
@@ -387,7 +387,7 @@ def _checked_rows(
 def _check_sizes(
     sends: list[int], recvs: list[int], told: list[list[int]], backend: Backend
 ) -> None:
-    """Raise unless every other rank sends what this one expects, and expects what it sends."""
+    """Raise unless every other rank sends the rows that this one expects, and vice versa."""
     rank, sequence = backend.rank, backend.finished  # of which this is the next
     for peer, (sent, expected) in enumerate(told):
         if peer == rank:
@@ -413,7 +413,7 @@ def _check_sizes(
 
 
 def _exchange_of_sizes(rank: int, size: int) -> Round:
-    """Each rank tells each other one how much it sends there, and what it expects from there."""
+    """Return the round that tells each other rank the rows sent there and expected from there."""
     right = [(rank + k) % size for k in range(1, size)]
     left = [(rank - k) % size for k in range(1, size)]
     return Round(
@@ -423,7 +423,7 @@ def _exchange_of_sizes(rank: int, size: int) -> Round:
 
 
 def _checked(sizes: Sequence[int], what: str, backend: Backend) -> list[int]:
-    """The sizes as a list of ints. Raises unless they are p numbers of rows."""
+    """Return the sizes as a list of ints. Raises unless they are p numbers of rows."""
     try:
         numbers = [index(size) for size in sizes]
     except TypeError:

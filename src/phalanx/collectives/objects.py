@@ -1,8 +1,8 @@
 """Collectives and messages of objects: first the lengths of their bytes, then the bytes.
 
 Of a collective both are one operation with one number, so that objects may be under way beside
-other collectives. What comes second is known only when the first has come: between the two, the
-program makes room.
+other collectives. The size of the second is known only when the first has come: between the two,
+the program makes room.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LENGTH = 8  # bytes of a length
 
 
 def _encoded(obj: object, backend: Backend, op: str) -> bytearray:
-    """The bytes of an object. If it cannot be encoded, the group fails: others wait for it."""
+    """Encode an object. If it cannot be encoded, the group fails: others wait for it."""
     rank = backend.rank
     try:
         return encode(obj)
@@ -70,8 +70,8 @@ def _exchange(
 ) -> Request[T]:
     """Gather or broadcast objects, as the collective of that name does with tensors.
 
-    mine     the bytes of what this rank gives
-    result   makes what the caller gets of the objects, one for each rank that gives one
+    mine     the bytes of this rank's object
+    result   makes the caller's result of the objects, one for each rank that gives one
     """
     name, rank, size = f"{gather}_object", backend.rank, backend.world_size
     owners = [root] if gather in ROOTED else list(range(size))
@@ -120,7 +120,7 @@ def _exchange(
 def _room(
     announced: list[int], owners: list[int], name: str, sequence: int, backend: Backend
 ) -> torch.Tensor:
-    """Memory for objects of these lengths, as told by their owners."""
+    """Return memory for objects of these lengths, as told by their owners."""
     lies = [length for length in announced if not 0 < length <= MOST]
     if lies:
         blamed, problem = lies[0], "no object has that length"
@@ -261,7 +261,7 @@ def recv_object(
 
 @contextmanager
 def _to_the_end(backend: Backend) -> Iterator[None]:
-    """What has to come to its end, or the other side would wait for it: else the group fails."""
+    """Fail the group if this block does not come to its end: the other side waits for it."""
     try:
         yield
     except BaseException as error:

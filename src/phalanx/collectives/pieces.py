@@ -1,10 +1,10 @@
-"""A tensor whose own slice lies in pieces: what a rank need not copy, as no other rank reads it.
+"""A tensor whose own slice lies in pieces, which need not be copied: no other rank reads it.
 
     rank 0's tensor   [ own slice: a place for the result | copied, for rank 1             ]
     elsewhere         [ gradient 0 ][ gradient 1 ]
 
-Where ranks share memory, each reduces its own slice of all contributions. It reads its own one from
-where it is, and so saves a copy. Everywhere else the pieces are first copied to their places.
+If ranks share memory, each reduces its own slice of all contributions. It reads its own one from
+the pieces, and so saves a copy. Everywhere else the pieces are first copied to their places.
 """
 
 from __future__ import annotations

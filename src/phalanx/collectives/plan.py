@@ -49,7 +49,7 @@ LISTED = 16  # ranks whose hosts a signature lists
 
 
 class Key(NamedTuple):
-    """What a plan depends on, besides the group's rank and size."""
+    """The key of a plan, besides the group's rank and size."""
 
     collective: str
     algorithm: str
@@ -109,16 +109,16 @@ def make_plan(key: Key, rank: int, size: int) -> Plan:
 
 
 def _piece(row: Algorithm, size: int) -> int | None:
-    """The most bytes of a message where p-1 of them are staged; None: no limit."""
+    """Return the most bytes of a message if p-1 of them are staged; None: no limit."""
     if size == 2 or not row.at_once(size):
         return None
     return max(1, STAGE_LIMIT // (size - 1) // PAGE) * PAGE
 
 
 def _reduction(key: Key, row: Algorithm, size: int) -> tuple[RankOrderReduction, int, float]:
-    """How contributions are combined, and for a mean the plan's `scale` and `divisor`.
+    """Return the reduction of contributions, and for a mean the plan's `scale` and `divisor`.
 
-    Where it can be, a mean is divided before it is rounded, or while it is in a cache.
+    If possible, a mean is divided before it is rounded, or while it is in a cache.
     """
     reduction, dtype = reduction_for(key.op, key.dtype), key.dtype
     if key.op is not ReduceOp.MEAN:
@@ -156,7 +156,7 @@ def _signature(key: Key, size: int) -> str:
 
 
 def _where(hosts: tuple[int, ...] | None) -> str:
-    """The hosts of all ranks, as part of the signature; of many hosts, a hash."""
+    """Return the hosts of all ranks, as part of the signature; of many hosts, a hash."""
     if hosts is None:
         return ""
     listed = " ".join(map(str, hosts))
@@ -170,7 +170,7 @@ def _where(hosts: tuple[int, ...] | None) -> str:
 
 
 class Arithmetic:
-    """Combines what comes into `work`, and carries out the plan's local steps on it."""
+    """Combines messages into `work`, and carries out the plan's local steps on it."""
 
     def __init__(self, plan: Plan, work: Tensor, backend: Backend) -> None:
         assert plan.reduction is not None
@@ -193,7 +193,7 @@ class Arithmetic:
                 self._reduction.combine(part, incoming[begin : begin + BLOCK], out=part)
 
     def carry_out(self) -> Iterator[Round]:
-        """The rounds of the plan; local steps between them are done on the way."""
+        """Yield the rounds of the plan; do the local steps between them on the way."""
         plan, flat = self._plan, self._flat
         if plan.scale != 1:
             flat.mul_(1 / plan.scale)
@@ -226,7 +226,7 @@ _KEY = "the stage that is kept"
 
 
 def borrow_stage(backend: Backend, size: int) -> Tensor:
-    """At least `size` bytes, uninitialized, which no other call uses."""
+    """Return at least `size` bytes, uninitialized, which no other call uses."""
     kept = backend.kept.pop(_KEY, None)
     if isinstance(kept, Tensor) and kept.nbytes >= size:
         return kept

@@ -1,6 +1,6 @@
 """The collectives that reduce: all_reduce, reduce, reduce_scatter, and many tensors at a time.
 
-Each is written once, as what it asks for; the `async_` forms are made of the blocking ones.
+Each is written once, as its request; the `async_` forms are made of the blocking ones.
 """
 
 from __future__ import annotations
@@ -321,7 +321,7 @@ class _Coalesced(Request[list[Tensor]]):
 
     @override
     def issue(self, *, background: bool = True) -> Work[list[Tensor]]:
-        """Collectives of a group run in their order: when the last is done, all are."""
+        """Issue all, which run in their order: when the last is done, all are."""
         backend, tensors, op = self.backend, self.tensors, self.op
         for tensor in tensors:
             reduction_for(op, tensor.dtype, rank=backend.rank, collective=COALESCED)
@@ -355,7 +355,7 @@ class _Coalesced(Request[list[Tensor]]):
 
 
 def _new(tensor: Tensor, reduced: Tensor) -> Tensor:
-    """A tensor of its own, so that the others do not stay in memory with it."""
+    """Return a tensor of its own, so that the others do not stay in memory with it."""
     return reduced.clone()
 
 
@@ -370,6 +370,6 @@ def _listed(tensors: Iterable[Tensor], backend: Backend) -> list[Tensor]:
 
 
 def _signature(tensors: list[Tensor]) -> str:
-    """What the list is, the same on every rank: how many tensors, and a hash of what they are."""
+    """Return the list's signature, the same on every rank: length, and a hash of the tensors."""
     listed = ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in tensors)
     return f"{len(tensors)} tensors {xxhash.xxh3_64_hexdigest(listed.encode())}"

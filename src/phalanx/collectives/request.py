@@ -1,12 +1,12 @@
-"""A request: one collective of one rank, with its memory, before it is decided how to do it.
+"""A request: one collective of one rank, with its memory, before its algorithm is decided.
 
     @collective
-    def all_reduce(tensor, backend, ...) -> Request[Tensor]     checks what was given, and says what
-                                                                is asked for: written once
+    def all_reduce(tensor, backend, ...) -> Request[Tensor]     checks the arguments, and returns
+                                                                the request: written once
     all_reduce(tensor, backend)                                 blocks, and returns the result
     async_all_reduce = asynchronous(all_reduce)                 returns at once, a `Work`
 
-`resolve.py` says how a request is carried out: by another library, in shared memory, or by rounds
+`resolve.py` decides how to carry out a request: by another library, in shared memory, or by rounds
 of messages.
 """
 
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class Request(ABC, Generic[T]):
-    """What one call of a collective asks for."""
+    """One call of a collective, not yet begun."""
 
     def run(self) -> T:
         """Carry it out and return its result. Blocks."""
@@ -81,7 +81,7 @@ class ProgramRequest(Request[T]):
 
 
 def collective(define: Callable[P, Request[T]]) -> Callable[P, T]:
-    """The blocking form of a collective, of the function that says what is asked for."""
+    """Return the blocking form of a collective, from the function that makes its request."""
 
     @wraps(define)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -96,7 +96,7 @@ def collective(define: Callable[P, Request[T]]) -> Callable[P, T]:
 
 
 def asynchronous(blocking: Callable[P, T]) -> Callable[P, Work[T]]:
-    """The form of a collective that returns at once."""
+    """Return the form of a collective that returns at once."""
     define: Callable[P, Request[T]] = blocking.request  # type: ignore[attr-defined]
     name = define.__name__
 
@@ -117,7 +117,7 @@ def asynchronous(blocking: Callable[P, T]) -> Callable[P, Work[T]]:
 
 
 def _annotate(form: Callable[..., object], define: Callable[..., object], result: str) -> None:
-    """Let `help` and `inspect.signature` show what this form returns, instead of a request."""
+    """Let `help` and `inspect.signature` show this form's result, instead of a request."""
     signature = inspect.signature(define)
     returns = str(signature.return_annotation)
     returned = result.format(returns[returns.index("[") + 1 : -1])
@@ -140,7 +140,7 @@ def check_backend(backend: object, call: str, *others: object) -> None:
 
 
 def check_tensor(tensor: Tensor, backend: Backend, op: str) -> None:
-    """Raise unless `tensor` is one that can be moved: dense, and where the backend takes it."""
+    """Raise unless `tensor` can be moved: dense, and on a device of the backend."""
     if not isinstance(tensor, Tensor) or not isinstance(backend, Backend):
         raise _no_tensor(tensor, backend, op)
     if why_not_movable(tensor, backend.devices) is not None:
@@ -179,7 +179,7 @@ def check_into(
 
 
 def check_slices(shape: tuple[int, ...], backend: Backend, op: str) -> tuple[int, ...]:
-    """The shape of one of p slices of dim 0; `SizeMismatchError` if that does not divide."""
+    """Return the shape of one of p slices of dim 0; `SizeMismatchError` if that does not divide."""
     size = backend.world_size
     if not shape or shape[0] % size:
         advice = f"pad dim 0 to a multiple of {size}" if shape else "it has no dim 0"
@@ -205,9 +205,9 @@ def out_for(
     *,
     device: torch.device,
 ) -> tuple[Tensor, Callable[[], Tensor]]:
-    """Uninitialized contiguous memory for a result, and what gives the caller that result.
+    """Return uninitialized contiguous memory for a result, and the function that returns that.
 
-    It is `into`, if that is given; else new, on the device.
+    The memory is `into`, if that is given; else new, on the device.
 
     Raises `SizeMismatchError` if `into` does not fit.
     """
@@ -224,11 +224,11 @@ def out_for(
 
 
 def nothing() -> None:
-    """The result on other ranks than the root."""
+    """Return None, the result on other ranks than the root."""
 
 
 def work_in_place(tensor: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
-    """Memory to work on in the place of `tensor`: itself, or a contiguous copy, copied back."""
+    """Return memory to work on for `tensor`: itself, or a contiguous copy, copied back."""
     memory = plain(tensor)
     if memory is not tensor:
         check_distinct(tensor)
@@ -236,9 +236,9 @@ def work_in_place(tensor: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
 
 
 def given(tensor: Tensor, out: Tensor, *, place: int | None = None) -> Tensor:
-    """What a rank gives, contiguous, and apart from `out`.
+    """Return a rank's input, contiguous, and apart from `out`.
 
-    Or else it lies there in its `place`: as many times its own bytes from the beginning.
+    Or else it lies in `out` at its `place`: as many times its own bytes from the beginning.
     """
     values = plain(tensor)
     start, first = values.data_ptr(), out.data_ptr()
@@ -252,7 +252,7 @@ def given(tensor: Tensor, out: Tensor, *, place: int | None = None) -> Tensor:
 
 
 def finish_into(into: Tensor, work: Tensor) -> Tensor:
-    """`into` with the values of `work`; autograd is told that it changed."""
+    """Return `into` with the values of `work`; tell autograd that it changed."""
     if into is not work and (into.data_ptr() != work.data_ptr() or not is_plain(into)):
         copy_bits(into.detach(), work)
     torch.autograd.graph.increment_version(into)

@@ -1,10 +1,10 @@
-"""How a request is carried out: by another library, in shared memory, or by rounds of messages.
+"""The way of a request: by another library, in shared memory, or by rounds of messages.
 
-    TensorRequest  what is asked for, with this rank's memory: one a call
-    Resolved       what of it is the same for all calls of a kind: the plan, and how; cached
+    TensorRequest  a call's request, with this rank's memory
+    Resolved       the part that is the same for all calls of a kind: plan and way; cached
 
-The backend's own library comes first, then shared memory, then messages. Who asks for an algorithm,
-or for `reproducible=True`, gets messages, or shared memory where that is the algorithm.
+The backend's own library comes first, then shared memory, then messages. A call that asks for an
+algorithm, or for `reproducible=True`, gets messages, or shared memory if that is the algorithm.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 class Resolved(NamedTuple):
-    """How a collective is done, worked out once for all calls of its kind."""
+    """The plan of a collective, worked out once for all calls of its kind."""
 
     plan: Plan
     shm: ShmCollective | None  # in shared memory
@@ -65,13 +65,13 @@ NO_BUFFERS: tuple[memoryview, ...] = ()
 
 @dataclass(slots=True)
 class TensorRequest(Request[T]):
-    """One collective of one rank. Which memory a rank has, and of which shape, is in `NativeCall`.
+    """One collective of one rank. `NativeCall` lists the memory of each rank, and its shapes.
 
     collective   its row in the table of schedules
     shape        of the tensor that is cut into chunks: the larger one of `source` and `out`
-    source       what this rank gives: contiguous; not written, unless it is `out`
-    out          where its result goes: contiguous; apart from `source`, or the same memory
-    result       gives what the caller gets in the end
+    source       this rank's input: contiguous; not written, unless it is `out`
+    out          memory for its result: contiguous; apart from `source`, or the same memory
+    result       returns the caller's result in the end
     options      the arguments algorithm, reproducible, label and timeout of every collective
     consume      whether `source` may be overwritten meanwhile, which saves a copy
     elsewhere    pieces of this rank's own slice that are not in `source` yet (`pieces.py`)
@@ -104,7 +104,7 @@ class TensorRequest(Request[T]):
         return self.backend.issue(*arguments, result=result, background=background)
 
     def _bind(self) -> tuple[Arguments, Callable[[], T]]:
-        """What the backend is asked to do, and what gives the result afterwards."""
+        """Return the arguments for the backend, and the function that returns the result."""
         backend, collective = self.backend, self.collective
         counters = backend.engine.counters  # first: it raises in a child that was forked
         algorithm, reproducible, label, timeout = self.options
@@ -134,7 +134,7 @@ class TensorRequest(Request[T]):
         return (name, steps, buffers, combine, signature, fingerprint, timeout), result
 
     def _native(self, native: Native, plan: Plan) -> Iterable[Program] | None:
-        """The steps that do it by the backend's library, if that has it."""
+        """Return the steps that do it by the backend's library, if that has it."""
         if not plan.program:
             return None
         return native.steps(NativeCall(self.collective, self.source, self.out, self.op, self.root))
@@ -142,7 +142,7 @@ class TensorRequest(Request[T]):
     def _by_messages(
         self, plan: Plan
     ) -> tuple[Iterable[Program], Callable[[], T], tuple[memoryview, ...], Combine | None]:
-        """The rounds of the plan, what gives the result, and the memory of the rounds."""
+        """Return the plan's rounds, the function that returns the result, the rounds' memory."""
         result = self.result
         work, source, own = ROUND_MEMORY[self.collective](self, plan)
         if own is not None:
@@ -160,20 +160,20 @@ class TensorRequest(Request[T]):
         return arithmetic.carry_out(), result, buffers, arithmetic.combine
 
     def _join(self, *, in_shm: bool) -> None:
-        """Put the pieces in their places, if they are not read from where they are."""
+        """Copy the pieces to their places, unless shared memory's plan reads them in place."""
         assert self.source is not None
         if not in_shm or not self.source.is_cpu:
             join(self.source, self.elsewhere)
             self.elsewhere = ()
 
     def _taken_from(self, own: Tensor) -> T:
-        """The result, which has been reduced in memory of the rounds."""
+        """Return the result, which has been reduced in memory of the rounds."""
         assert self.out is not None
         copy_bits(self.out, own.view(self.out.shape))
         return self.result()
 
     def _staged(self, plan: Plan, device: torch.device) -> tuple[Arguments, Callable[[], T]]:
-        """`_bind` for tensors on a device, which go through host memory piece by piece."""
+        """Do `_bind` for tensors on a device, which go through host memory piece by piece."""
         backend, (_, _, label, timeout) = self.backend, self.options
         options, this = (plan.key.algorithm, False, "", None), cast("TensorRequest[None]", self)
 
@@ -211,7 +211,7 @@ class TensorRequest(Request[T]):
 
 
 def _resolve(request: TensorRequest[Any]) -> Resolved:
-    """How to do this, with the algorithm that was asked for or the cheapest one.
+    """Return the plan, with the algorithm that was asked for or the cheapest one.
 
     Raises `UnsupportedOperationError` for an algorithm that the collective has not, and for a
     reduction that has no meaning for the dtype.
@@ -241,7 +241,7 @@ def _resolve(request: TensorRequest[Any]) -> Resolved:
 def checked_algorithm(
     collective: str, algorithm: str, backend: Backend, *, reproducible: bool = False
 ) -> str:
-    """The algorithm to use, or `auto`. Raises `UnsupportedOperationError` if there is none."""
+    """Return the algorithm to use, or `auto`. `UnsupportedOperationError` if there is none."""
     rows = COLLECTIVES[collective]
     problem = None
     if algorithm != "auto" and algorithm not in rows:
@@ -269,8 +269,8 @@ def checked_algorithm(
 class RoundMemory(NamedTuple):
     """The memory of the rounds.
 
-    work     what is cut into chunks
-    source   where what is sent lies, if that is other memory
+    work     the memory that is cut into chunks
+    source   the memory that is sent, if that is another one
     own      the part of `work` that is this rank's result, if it has to be copied to `out`
     """
 
@@ -280,9 +280,9 @@ class RoundMemory(NamedTuple):
 
 
 def _in_result(request: TensorRequest[Any], plan: Plan) -> RoundMemory:
-    """all_reduce, broadcast, reduce: the result's memory holds what this rank gives.
+    """all_reduce, broadcast, reduce: the result's memory holds this rank's input.
 
-    Where a reduction has no result, that is reduced where it is, or in a copy of it.
+    If a reduction has no result here, the input is reduced in place, or in a copy of it.
     """
     source, out = request.source, request.out
     if out is None:
@@ -294,7 +294,7 @@ def _in_result(request: TensorRequest[Any], plan: Plan) -> RoundMemory:
 
 
 def _in_its_place(request: TensorRequest[Any], plan: Plan) -> RoundMemory:
-    """all_gather, gather: this rank's part of the result; without one, room for what passes by."""
+    """all_gather, gather: this rank's part of the result; without one, room for chunks passing."""
     source, out = request.source, request.out
     assert source is not None
     if out is None:
@@ -310,7 +310,7 @@ def _in_its_place(request: TensorRequest[Any], plan: Plan) -> RoundMemory:
 
 
 def _scattered(request: TensorRequest[Any], plan: Plan) -> RoundMemory:
-    """scatter: the root's tensor; on the others, room for what passes through."""
+    """scatter: the root's tensor; on the others, room for chunks that pass through."""
     assert request.out is not None
     if request.source is not None:
         return RoundMemory(request.source, own=_slice(request.source, request.backend))
@@ -336,13 +336,13 @@ def _exchanged(request: TensorRequest[Any], plan: Plan) -> RoundMemory:
 
 
 def _slice(tensor: Tensor, backend: Backend) -> Tensor:
-    """This rank's slice of a tensor that has one for each rank."""
+    """Return this rank's slice of a tensor that has one for each rank."""
     rows = tensor.shape[0] // backend.world_size
     return tensor[backend.rank * rows : (backend.rank + 1) * rows]
 
 
 def _room(request: TensorRequest[Any], plan: Plan) -> Tensor:
-    """As much as the plan needs, uninitialized."""
+    """Return as much memory as the plan needs, uninitialized."""
     return request.backend.empty(plan.work_size // request.dtype.itemsize, dtype=request.dtype)
 
 

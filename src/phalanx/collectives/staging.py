@@ -28,7 +28,7 @@ from phalanx.core.steps import Program
 
 
 class Slices(NamedTuple):
-    """Whether a collective takes, and gives, a slice for each rank; or else one tensor."""
+    """The form of a collective's input and result: a slice for each rank, or one tensor."""
 
     source: bool = False
     out: bool = False
@@ -58,7 +58,7 @@ Bound: TypeAlias = (
 class StagedCollective:
     """One collective of one rank on tensors of one device.
 
-    source, out   what it gives, and where its result goes, as in `NativeCall`
+    source, out   its input, and memory for its result, as in `NativeCall`
     shape         of the tensor that is cut: the larger one of the two
     bind          binds the collective of a piece to host memory: (source, out, shape)
     buffers       the memory of the round that comes next: changes from piece to piece
@@ -100,14 +100,14 @@ class StagedCollective:
         self._done: Event | None = None
 
     def _cut(self, tensor: Tensor | None, rows: int) -> Tensor | None:
-        """The bytes of a contiguous tensor, a row for each slice."""
+        """Return the bytes of a contiguous tensor, a row for each slice."""
         if tensor is None:
             return None
         flat = tensor.as_strided((tensor.numel(),), (1,))  # of one element a stride may be anything
         return flat.view(torch.uint8).view(rows, self._length * self._dtype.itemsize)
 
     def order(self) -> None:
-        """What this thread's current stream is given next comes after the result."""
+        """Let later work of this thread's current stream wait for the result."""
         if self._done is not None:
             self._copies.order(self._done)
 
@@ -117,7 +117,7 @@ class StagedCollective:
         self._combine(buffer, start, block)
 
     def steps(self) -> Iterator[Program]:
-        """This rank's part. In the end the caller's stream waits for what is still being copied."""
+        """Yield this rank's part. In the end the caller's stream waits for copies under way."""
         copies = self._copies
         pieces = [
             (first, min(first + self._piece, self._length))
@@ -142,7 +142,7 @@ class StagedCollective:
                 copies.give_back(stage)
 
     def _on_host(self, stage: Tensor, length: int) -> Iterator[Program]:
-        """The collective of one piece: so many elements of each slice."""
+        """Yield the collective of one piece: so many elements of each slice."""
         start, rows = self._first_given * length, max(self._rows_given, self._rows)
         source = stage[start : start + self._rows_given * length]
         out = stage[: self._rows * length]
@@ -156,7 +156,7 @@ class StagedCollective:
         finish()
 
     def _load(self, stage: Tensor, first: int, last: int, after: Event | None = None) -> Event:
-        """Copy what this rank gives of a piece to its buffer; the event when the buffer is free."""
+        """Copy this rank's input of a piece to its buffer; return the event at the copies' end."""
         places = self._places(stage, self._source, self._first_given, first, last)
         return self._copies.queue(places, after)
 
@@ -168,9 +168,9 @@ class StagedCollective:
     def _places(
         self, stage: Tensor, slices: Tensor | None, before: int, first: int, last: int
     ) -> list[tuple[Tensor, Tensor]]:
-        """For each slice, where elements `first` to `last` are in the buffer, and on the device.
+        """Return each slice's places of elements `first` to `last`: in the buffer, on the device.
 
-        before   how many slices lie before these in the buffer
+        before   number of slices before these in the buffer
         """
         if slices is None:
             return []

@@ -1,12 +1,12 @@
-"""What algorithms took on a user's own cluster, instead of estimates: `PHALANX_TUNING=FILE`.
+"""Measured times of algorithms on a user's own cluster, not estimates: `PHALANX_TUNING=FILE`.
 
 `phalanx bench --tune FILE` measures every algorithm of every collective and writes the file; with
-its path in the environment, `auto` picks by what was measured. Between two sizes that were
-measured, times are interpolated on logarithmic scales; below the smallest they stay, above the
-largest they grow with the bytes. Backends, hosts and collectives that the file does not know go by
+its path in the environment, `auto` picks by these times. Between two measured sizes, times are
+interpolated on logarithmic scales; below the smallest they stay, above the largest they grow with
+the bytes. Backends, hosts and collectives that the file does not know go by
 the estimates of `cost.py`.
 
-Every rank has to have the same file, or ranks pick different algorithms. So what was picked carries
+Every rank has to have the same file, or ranks pick different algorithms. So the collective carries
 the file's hash in its signature: ranks whose files differ get a `DesyncError` that shows both.
 """
 
@@ -39,7 +39,7 @@ class TuningTable(msgspec.Struct, frozen=True, kw_only=True):
     backend   the class of the backend, such as `TcpBackend`
     hosts     for each rank the number of its host, as in `Backend.topology`
     sizes     bytes of the whole message (as `cost.choose` counts them), ascending
-    seconds   algorithm -> what it took at each of the sizes
+    seconds   algorithm -> its time at each of the sizes
     """
 
     backend: str
@@ -60,7 +60,7 @@ Known = tuple[str, Mapping[tuple[str, tuple[int, ...], str], TuningTable]]  # th
 
 
 def root_of(backend: Backend) -> Backend:
-    """The backend that a group is part of, or itself."""
+    """Return the backend that a group is part of, or itself."""
     while isinstance(backend, SubBackend):
         backend = backend.parent
     return backend
@@ -69,8 +69,8 @@ def root_of(backend: Backend) -> Backend:
 def measured(
     collective: str, count: int, backend: Backend
 ) -> tuple[Mapping[str, float], str] | None:
-    """What was measured for a message of `count` bytes in such a group, if anything was: seconds
-    of each algorithm, and the hash of the file that says so.
+    """Return the times for a message of `count` bytes in such a group, if it was measured: seconds
+    of each algorithm, and the hash of the file.
 
     `MisuseError` if PHALANX_TUNING names no file of this kind.
     """
@@ -84,7 +84,7 @@ def measured(
 
 
 def tuning_of(backend: Backend) -> str:
-    """The hash of this rank's file; empty without one."""
+    """Return the hash of this rank's file; empty without one."""
     return remembered(backend, "tuning", _load)[0]
 
 
@@ -107,7 +107,7 @@ def _load() -> Known:
 
 
 def read_tuning(content: bytes, path: str) -> Tuning:
-    """The file, checked. `MisuseError` says what is wrong with it."""
+    """Read and check the file. `MisuseError` names the problem with it."""
     try:
         tuning = msgspec.json.decode(content, type=learned(Tuning))
         if tuning.format != FORMAT:
@@ -137,13 +137,13 @@ def _check(table: TuningTable) -> None:
 
 
 def _renumbered(hosts: tuple[int, ...]) -> tuple[int, ...]:
-    """Hosts numbered in the order in which they come."""
+    """Return hosts numbered in the order in which they come."""
     numbers: dict[int, int] = {}
     return tuple(numbers.setdefault(host, len(numbers)) for host in hosts)
 
 
 def _at(sizes: tuple[int, ...], count: int, seconds: tuple[float, ...]) -> float:
-    """The time for `count` bytes."""
+    """Return the time for `count` bytes."""
     place = bisect.bisect_left(sizes, count)
     if place == 0:
         return seconds[0]

@@ -71,11 +71,11 @@ class Backend:
     """One rank's view of one group of ranks, and the ways to move bytes between them.
 
     rank         this rank, 0 <= rank < world_size
-    world_size   how many there are
-    ranks        they, as those of the whole job are numbered, in the order of their numbers here
+    world_size   number of ranks
+    ranks        their numbers in the whole job, in the order of their numbers here
     timeout      seconds that a call waits at most, unless it is told otherwise
     topology     for each rank the number of the host that it is on
-    links        what messages cost inside a host and between hosts; the same on every rank
+    links        costs of messages inside a host and between hosts; the same on every rank
     shared       the memory that ranks of this host have for collectives, if there is any
     shares_memory  whether all ranks of the group share it, so that collectives are done there
     seconds_waiting  the time that calls of this backend have spent blocked, summed; those of groups
@@ -116,7 +116,7 @@ class Backend:
         return f"{type(self).__name__}(rank={self.rank}, world_size={self.world_size})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Itself: copies of what holds a backend share it, as there is one connection to a peer."""
+        """Return itself: copies of its owners share it, as there is one connection to a peer."""
         return self
 
     def __reduce__(self) -> NoReturn:
@@ -126,7 +126,7 @@ class Backend:
         )
 
     def share(self, shared: SharedGroup | None) -> None:
-        """From now on ranks of this host have this memory for the group's collectives."""
+        """Give ranks of this host this memory for the group's collectives, from now on."""
         self.shared = self.group.shared = shared
         self.shares_memory = shared is not None and shared.size == self.world_size
 
@@ -151,7 +151,7 @@ class Backend:
 
     @property
     def progress(self) -> Progress:
-        """Where the program logs its steps, for those who watch the job: `log(step, loss=...)`.
+        """The program's log of its steps, for those who watch the job: `log(step, loss=...)`.
 
         The same for all groups of a rank.
         """
@@ -159,19 +159,19 @@ class Backend:
 
     @property
     def registers_memory(self) -> bool:
-        """Whether ranks of this host see what `empty` gives; elsewhere it is torch's own."""
+        """True if ranks of this host see the memory from `empty`; else that is torch's own."""
         return self.shared is not None
 
     @property
     def has_background(self) -> bool:
-        """Whether works move on while nobody waits: not if only the rank's own thread may run."""
+        """True if works move on while nobody waits; False if only the rank's own thread may run."""
         return not self.engine.transport.single_thread
 
     @property
     def spares_a_processor(self) -> bool:
-        """Whether a collective gains from a thread that moves it on while this rank computes.
+        """True if a collective gains from a thread that moves it on while this rank computes.
 
-        Between hosts it does, and where a library has threads of its own. Inside a host the ranks'
+        Between hosts it does, and if a library has threads of its own. Inside a host the ranks'
         processors copy every byte, over TCP as in shared memory: there a thread only helps if the
         host has more processors than ranks. Else it takes turns with the computation.
         """
@@ -181,12 +181,12 @@ class Backend:
 
     @property
     def forked(self) -> bool:
-        """Whether a rank forked this process: calls raise `MisuseError`, the end does nothing."""
+        """True if a rank forked this process: calls raise `MisuseError`, the end does nothing."""
         return self.engine.forked
 
     @property
     def finished(self) -> int:
-        """How many collectives of this group are over on this rank."""
+        """Number of this group's collectives that are over on this rank."""
         return self.group.finished
 
     # Messages -------------------------------------------------------------------------------
@@ -296,13 +296,13 @@ class Backend:
         return work
 
     def _readable(self, data: Tensor | Buffer, op: str) -> memoryview:
-        """The bytes to send; of a tensor on a device, a copy, for which this thread waits."""
+        """Return the bytes to send; of a device's tensor, a copy's, for which this thread waits."""
         if self._is_on_device(data, op):
             data = self.engine.copies_of(data.device, op).to_host(data)
         return readable_bytes(data)
 
     def _writable(self, into: Tensor | Buffer, op: str) -> tuple[memoryview, Tensor | None]:
-        """Where to receive, and what is to be copied from there to `into` in the end."""
+        """Return the memory to receive in, and the tensor to copy to `into` at the end, if any."""
         if self._is_on_device(into, op):
             stand_in = self.engine.copies_of(into.device, op).room_for(into)
             return tensor_bytes(stand_in), stand_in
@@ -311,7 +311,7 @@ class Backend:
         return writable_bytes(into)
 
     def _is_on_device(self, data: Tensor | Buffer, op: str) -> bool:
-        """Whether it is a tensor on a device. Raises for what is no tensor or buffer to move."""
+        """Return whether it is a tensor on a device. Raises unless it is a tensor or a buffer."""
         if isinstance(data, Tensor):
             self.check_movable(data, op)
             return not data.is_cpu
@@ -495,7 +495,7 @@ class Backend:
     # Groups and memory ----------------------------------------------------------------------
 
     def subgroup(self, members: Iterable[int]) -> SubBackend:
-        """A backend for some of this one's ranks. Each of them calls this; no bytes are sent."""
+        """Return a backend for some of this one's ranks. Each of them calls this; sends nothing."""
         return SubBackend(self, members)
 
     def empty(
@@ -504,7 +504,7 @@ class Backend:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> Tensor:
-        """An uninitialized tensor in memory that this backend sends without a copy.
+        """Return an uninitialized tensor in memory that this backend sends without a copy.
 
         device   where it is, the processor's memory by default; on another one it is torch's own
         """
@@ -515,11 +515,11 @@ class Backend:
     def common(
         self, count: int, dtype: torch.dtype = torch.float32, *, timeout: float | None = None
     ) -> Tensor | None:
-        """Memory that all ranks of the group have in common, as `count` elements, all zero.
+        """Return memory that all ranks of the group have in common, `count` elements, all zero.
 
-        What one rank writes there the others see after the next barrier, or after another
-        collective of the group in which they wait for that rank. Who writes what when is the
-        callers' business: nothing else ever reads or writes it.
+        The others see a rank's writes after the next barrier, or after another collective of the
+        group in which they wait for that rank. Callers agree on the order of their writes: nothing
+        else ever reads or writes it.
 
         Every rank of the group calls this, in the same order among its collectives, with the same
         arguments; it blocks until all have the memory. None if they have none in common, which
@@ -565,7 +565,7 @@ class Backend:
     # What is checked before anything is sent ------------------------------------------------
 
     def check_rank(self, rank: int, what: str = "rank") -> int:
-        """`rank` as an int, whatever integer it is; `InvalidRankError` unless the group has it."""
+        """Return `rank` as an int, of any integer; `InvalidRankError` unless the group has it."""
         if type(rank) is int and 0 <= rank < self.world_size:
             return rank
         try:
@@ -582,7 +582,7 @@ class Backend:
         return number
 
     def check_peer(self, peer: int) -> int:
-        """The same for the other side of a message; `SelfSendError` for this rank itself."""
+        """Do so for the other side of a message; `SelfSendError` for this rank itself."""
         peer = self.check_rank(peer, "peer")
         if peer == self.rank:
             raise SelfSendError(
@@ -594,7 +594,7 @@ class Backend:
         return peer
 
     def check_movable(self, tensor: Tensor, op: str) -> None:
-        """`UnsupportedOperationError` unless it is dense, and on a device of this backend."""
+        """Raise `UnsupportedOperationError` unless it is dense, on a device of this backend."""
         problem = why_not_movable(tensor, self.devices)
         if problem is not None:
             places = " and ".join(sorted(device.upper() for device in self.devices))
@@ -625,7 +625,7 @@ class Backend:
             self.engine.run_ready()
 
     def bind(self, other: Backend) -> None:
-        """From now on a failure of one of these groups breaks the other one, too: their members
+        """Let a failure of one of these groups break the other one, too, from now on: their members
         wait for each other. Nothing is sent until then.
         """
         with self.engine.lock:
@@ -674,7 +674,7 @@ class Backend:
 
 
 def _signed(label: str) -> tuple[str, int]:
-    """The signature and the fingerprint of a barrier."""
+    """Return the signature and the fingerprint of a barrier."""
     return label, xxh3_64_intdigest(label.encode()) if label else 0
 
 
@@ -731,10 +731,10 @@ class SubBackend(Backend):
         self.topology = tuple(parent.topology[member] for member in self.members)
 
     def to_global(self, local: int) -> int:
-        """The parent's number for rank `local` of this group."""
+        """Return the parent's number for rank `local` of this group."""
         self.check_rank(local)
         return self.members[local]
 
     def to_local(self, global_: int) -> int | None:
-        """This group's number for rank `global_` of the parent; None if it is no member."""
+        """Return this group's number for rank `global_` of the parent; None if it is no member."""
         return self.members.index(global_) if global_ in self.members else None

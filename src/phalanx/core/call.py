@@ -1,4 +1,4 @@
-"""A call: what a rank was asked to do, by which line of the program, and with which ranks."""
+"""A call: a rank's operation, the line of the program that asked for it, and its ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CallSite(NamedTuple):
     """A line of a program: an instruction of it, whose line is looked up when it is asked for.
 
     Python finds a line by reading the table of its function from the beginning, which takes longer
-    than a small collective where functions are long.
+    than a small collective if functions are long.
     """
 
     code: CodeType | None
@@ -49,7 +49,7 @@ UNKNOWN_SITE = CallSite(None, 0)
 
 
 def call_site() -> CallSite:
-    """The innermost line on the stack that is neither of Phalanx nor of torch.
+    """Return the innermost line on the stack that is neither of Phalanx nor of torch.
 
     For a gradient that a hook sends during `loss.backward()`, that is the line of the `backward()`.
     """
@@ -68,15 +68,15 @@ def _is_inside(module: str | None) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """What a rank was asked to do, for agreement, messages, errors and traces. It holds no tensor.
+    """An operation of a rank, for agreement, messages, errors and traces. It holds no tensor.
 
     sequence      its number: among the group's collectives, or the messages to or from a peer
-    signature     what it is, for messages; `fingerprint` is its hash on the wire
-    suffix        which group, if it is not that of all ranks
+    signature     its description, for messages; `fingerprint` is its hash on the wire
+    suffix        its group, if it is not that of all ranks
     site          the user's line that asked for it
     started, ended  on the engine's clock
     rolling_hash  of a collective: of all that the group was asked to do up to it (checker.py)
-    step          of a collective: what its caller is carrying out itself (inline.py)
+    step          of a collective: the step that its caller is carrying out itself (inline.py)
     """
 
     name: str
@@ -100,7 +100,7 @@ class Call:
 
 
 def check_world_size(size: int) -> int:
-    """It as an int. TypeError for what is none, `InvalidWorldSizeError` for less than 1."""
+    """Return it as an int. TypeError for none, `InvalidWorldSizeError` for less than 1."""
     number = whole_number(size, "world_size")
     if number < 1:
         raise InvalidWorldSizeError(f"a group needs at least one rank, not {number}")
@@ -108,7 +108,7 @@ def check_world_size(size: int) -> int:
 
 
 def whole_number(number: int, what: str) -> int:
-    """It as an int. TypeError, which names the argument, for what is none."""
+    """Return it as an int. TypeError, which names the argument, for none."""
     try:
         return index(number)
     except TypeError:
@@ -116,7 +116,7 @@ def whole_number(number: int, what: str) -> int:
 
 
 def check_timeout(timeout: float) -> float:
-    """The timeout as a float. Raises ValueError unless it is a positive number of seconds."""
+    """Return the timeout as a float. Raises ValueError unless it is positive, in seconds."""
     if not hasattr(timeout, "__float__"):
         raise TypeError(f"timeout is a number of seconds, not {timeout!r}")
     if not timeout > 0:
@@ -125,7 +125,7 @@ def check_timeout(timeout: float) -> float:
 
 
 class Members:
-    """Which ranks a group has, and what they are called in messages.
+    """The ranks of a group, and their names in messages.
 
     ranks      its members as global ranks; a member's index here is its rank in the group
     to_local   global rank -> rank in the group
@@ -142,11 +142,11 @@ class Members:
         self.suffix = "" if ident == WORLD_ID else f" in the group of ranks {list(ranks)}"
 
     def name_of(self, local: int) -> str:
-        """A member for a message: its rank here, and in the whole job where that differs."""
+        """Return a member for a message: its rank here, and in the whole job if that differs."""
         rank = self.ranks[local]
         return str(local) if rank == local else f"{local} (rank {rank} of the job)"
 
     def name_of_global(self, rank: int) -> str:
-        """The same for a global rank, which need not be a member."""
+        """Return the same for a global rank, which need not be a member."""
         local = self.to_local.get(rank)
         return f"{rank} of the job" if local is None else self.name_of(local)

@@ -1,9 +1,9 @@
-"""Counters: what one rank has moved, done and waited for; and how far its program has come.
+"""Counters: one rank's traffic, operations and waits; and the progress of its program.
 
     backend.counters()   -> Counts      numbers of this rank, of all its groups together
     backend.progress     -> Progress    the step that has ended last: logged, or else counted
 
-What is counted, and when:
+The counts, and their times:
 
     bytes, messages   of a send when its memory may be used again; of a receive when its memory is
                       filled. So messages that wait for their receive are counted as sent only;
@@ -15,10 +15,10 @@ What is counted, and when:
     operations        collectives and messages that are over, well or not; their seconds are from
                       the call to the end, so those of operations that overlap add up to more than
                       has passed
-    waiting           seconds in which a thread was blocked in a call, until what it waited for was
-                      there. They count for the rank whose message or flag came last. A library
-                      (Gloo, NCCL, MPI) does not say whom it waits for, nor what it sends: there,
-                      only operations and the sum of the seconds are known
+    waiting           seconds in which a thread was blocked in a call, until the wait was over.
+                      They count for the rank whose message or flag came last. A library (Gloo,
+                      NCCL, MPI) tells neither whom it waits for, nor its traffic: there, only
+                      operations and the sum of the seconds are known
 
 When all messages have arrived, bytes sent by all ranks equal bytes received by all, and bytes given
 equal bytes read.
@@ -53,13 +53,13 @@ if TYPE_CHECKING:
 
 
 class PeerCounts(Struct):
-    """What one rank has exchanged with one other.
+    """The traffic between one rank and one other.
 
     messages_sent, messages_received, bytes_sent, bytes_received   of messages, without headers
     bytes_given, bytes_read   in collectives in shared memory: that the peer has read here; that
                               this rank has read there
-    bytes_kept                that messages of the peer take which no receive has asked for, at this
-                              moment: their content, and some 0.4 to 1.8 KiB a message
+    bytes_kept                of the peer's messages that no receive has asked for, at this moment:
+                              their content, and some 0.4 to 1.8 KiB a message
     seconds_waiting           in which this rank was blocked until the peer's message or flag came
     """
 
@@ -74,7 +74,7 @@ class PeerCounts(Struct):
 
 
 class OperationCounts(Struct, frozen=True):
-    """How many operations of one kind are over, well or not, and the sum of their seconds."""
+    """The number of one kind's operations that are over, well or not, and their seconds, summed."""
 
     count: int = 0
     seconds: float = 0.0
@@ -84,11 +84,11 @@ class Counts(Struct, frozen=True):
     """The numbers of one rank of a job, of all its groups together, at one moment.
 
     rank, world_size  of the whole job
-    since             when counting began, in seconds since 1970
+    since             start of counting, in seconds since 1970
     peers             by rank of the job; ranks with which nothing was exchanged may be missing
     operations        by name, such as `all_reduce` and `send`
     seconds_unknown   in which a thread was blocked in a call, and it is not known for whom
-    failures          how often a call has ended with an error, by the error's class
+    failures          number of calls that have ended with an error, by the error's class
     """
 
     rank: int
@@ -123,10 +123,10 @@ MOST_TAKEN = 1024  # kinds of collectives in shared memory that are not in the s
 
 
 class Taken:
-    """What a collective in shared memory moves between this rank and each other, in bytes.
+    """The bytes that a collective in shared memory moves between this rank and each other.
 
     exchanged   (rank of the job, bytes given, bytes read)
-    times       how often it was carried out and is not in the sums yet
+    times       number of runs that are not in the sums yet
     """
 
     __slots__ = ("exchanged", "times")
@@ -137,7 +137,7 @@ class Taken:
 
 
 class Counters:
-    """Counts what one rank does, from when it is made on. The engine's lock is held in all of it,
+    """Counts one rank's operations, from its creation on. The engine's lock is held in all of it,
     but in `blocks` and `is_free`."""
 
     def __init__(
@@ -164,7 +164,7 @@ class Counters:
         self._blocked: dict[Wait, list[float]] = {}
 
     def snapshot(self) -> Counts:
-        """The numbers of this moment."""
+        """Return the numbers of this moment."""
         for wait, since in list(self._blocked.items()):
             now = self._now()
             absent = wait.waits_for() or [ANY]
@@ -197,7 +197,7 @@ class Counters:
         counted[1] += call.ended - call.started
 
     def moved(self, message: PostedMessage) -> None:
-        """A message of a round is about to be complete."""
+        """Count a message of a round, which is about to be complete."""
         counted = self._peers[message.peer]
         if type(message) is PostedReceive:
             counted.messages_received += 1
@@ -215,7 +215,7 @@ class Counters:
                 since[0] = now
 
     def took(self, taken: Taken) -> None:
-        """All are in a collective in shared memory, which moves this."""
+        """Count a collective in shared memory, as all ranks are in it."""
         if not taken.times:
             self._taken.append(taken)
             if len(self._taken) > MOST_TAKEN:
@@ -223,7 +223,7 @@ class Counters:
         taken.times += 1
 
     def _add_taken(self) -> None:
-        """Add what was taken to the sums of the peers."""
+        """Add the bytes taken to the sums of the peers."""
         for taken in self._taken:
             for peer, given, read in taken.exchanged:
                 counted = self._peers[peer]
@@ -235,7 +235,7 @@ class Counters:
     # Waiting --------------------------------------------------------------------------------
 
     def ready(self, step: Step, spin: float) -> bool:
-        """`step.ready(spin)`, by a caller that is blocked meanwhile."""
+        """Return `step.ready(spin)`, and count the caller's wait in it."""
         began = self._now()
         complete = step.ready(spin=spin)
         peer = step.awaited()
@@ -244,11 +244,11 @@ class Counters:
         return complete
 
     def blocks(self, wait: Wait, now: float) -> None:
-        """A thread begins to wait. Lock not held."""
+        """Note that a thread begins to wait. Lock not held."""
         self._blocked.setdefault(wait, [now])
 
     def arrived(self, work: Work[Any], peer: int) -> None:
-        """A step of a work is complete, with this peer's part as the last one."""
+        """Note that a step of a work is complete, with this peer's part as the last one."""
         for wait, since in list(self._blocked.items()):
             if wait is work or _is_held_up(wait, work):
                 now = self._now()
@@ -256,7 +256,7 @@ class Counters:
                 since[0] = now
 
     def is_free(self, wait: Wait, now: float) -> None:
-        """A thread goes on, or gives up: then the rank counts that the error blames.
+        """End a thread's wait; if it gave up, the seconds count for the rank that the error blames.
 
         Lock not held.
         """
@@ -268,7 +268,7 @@ class Counters:
             self.waited(ANY if peer is None else wait.group.ranks[peer], now - since[0])
 
     def waited(self, peer: int, seconds: float) -> None:
-        """This rank was blocked for so long, for this one."""
+        """Add the seconds that this rank was blocked for a peer."""
         if peer == ANY:
             self._seconds_unknown += seconds
         else:
@@ -276,7 +276,7 @@ class Counters:
 
 
 def _is_held_up(wait: Wait, work: Work[Any]) -> bool:
-    """Whether this has to end before the wait can, or before a part of it can."""
+    """Return whether a work has to end before the wait can, or before a part of it can."""
     return any(part.group.head_of_queue(part) is work for part in wait.parts())
 
 
@@ -285,10 +285,10 @@ def _is_held_up(wait: Wait, work: Work[Any]) -> bool:
 
 
 class LoggedStep(Struct, frozen=True):
-    """What the program has logged; of one that logs nothing, what was counted.
+    """The program's last logged step; of one that logs nothing, the last counted one.
 
     number   of the last step that has ended; -1: none has
-    ended    when, in seconds since 1970
+    ended    its end, in seconds since 1970
     seconds  that a step has taken since the one that was noted before it; None for the first
     values   the latest value of each name, such as `loss`
     """
@@ -300,15 +300,15 @@ class LoggedStep(Struct, frozen=True):
 
 
 class Progress:
-    """Where a rank's program says how far it has come, for those who watch the job.
+    """The progress of a rank's program, for those who watch the job.
 
         for step, batch in enumerate(batches):
             loss = train(batch)
             backend.progress.log(step, loss=loss)
 
-    Until it does, steps are counted from 0 by what trains: a backward pass of DDP or FSDP that has
+    Until the program logs, trainers count steps from 0: a backward pass of DDP or FSDP that has
     averaged gradients, an optimizer's step of LocalSGD or DiLoCo, a pipeline's `train_step`, and
-    `distributed_train_step`. What the program logs counts instead, from then on.
+    `distributed_train_step`. From its first log on, only logged steps count.
 
     on_log   called when a step was logged or counted, by the thread that did it
     """
@@ -334,9 +334,9 @@ class Progress:
         return LoggedStep(number, time() - (self._now() - at) if number >= 0 else 0.0, seconds)
 
     def count(self, source: object) -> None:
-        """Note that what trains has ended a step, if the program logs none. Less than 1 us.
+        """Note that a trainer has ended a step, if the program logs none. Less than 1 us.
 
-        source   what trains. Where there are several, as two models are that train each other, a
+        source   the trainer. If there are several, such as two models that train each other, a
                  step is over when one of them ends its second
         """
         if self._muted:
@@ -357,7 +357,7 @@ class Progress:
 
     @contextmanager
     def one_step(self, source: object) -> Iterator[None]:
-        """Count one step when this block ends well, whatever is counted in it."""
+        """Count one step when this block ends well, in place of those counted in it."""
         self._muted += 1
         try:
             yield
@@ -372,7 +372,7 @@ class Progress:
         values   numbers, or tensors of one element; one on a device is waited for. Values that were
                  logged before, and are not given now, stay
 
-        Call it from one thread. Raises TypeError for what is no number.
+        Call it from one thread. Raises TypeError for anything but a number.
         """
         number, last, now = index(step), self._logged, self._now()
         known = dict(last.values)

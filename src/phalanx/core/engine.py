@@ -63,11 +63,11 @@ class Engine:
     transport  set by the transport's constructor
     process    which this rank is
     forked     whether this is the copy of a child process that was forked (`ForkedEngine`)
-    in_child   called, in order, in such a child: what it must not keep open
-    native     for each group, what another library carries out whole
-    counters   counts what this rank does; None until the first call of `count`
+    in_child   called, in order, in such a child, to close the parent's files
+    native     for each group, the collectives that another library carries out whole
+    counters   counts this rank's operations; None until the first call of `count`
     moved      is told of each message that is about to be complete; None: nobody counts them
-    progress   how far the program has come
+    progress   the progress of the program
     at_close   called, in order, when this rank has left; the lock is not held
     copies     for each device on which tensors were, the copies to and from host memory
     ask_every  seconds that a collective waits before it asks whether the others are in it, too
@@ -154,7 +154,7 @@ class Engine:
         return posted.left == 0
 
     def begin(self, work: Work[Any], step: Step) -> bool:
-        """Begin a step of a work; whether it is complete already. Lock held."""
+        """Begin a step of a work; return whether it is complete already. Lock held."""
         work.step = step
         step.begin(work.call)
         if self._is_complete(work, step):
@@ -166,7 +166,7 @@ class Engine:
         return False
 
     def withdraw(self, posted: PostedRound) -> None:
-        """Give up what is left of a round. Lock held."""
+        """Give up the rest of a round. Lock held."""
         for receive in posted.receives:
             if not receive.done:
                 receive.done = True
@@ -179,7 +179,7 @@ class Engine:
                 send.view = NOTHING
 
     def look(self) -> None:
-        """See which of the steps that have to be polled are complete. Lock held."""
+        """Poll the steps that need it, for those that are complete. Lock held."""
         for work, step in list(self.polled.items()):
             if self._is_complete(work, step) and self.polled.pop(work, None) is not None:
                 self.ready.append(work)
@@ -233,12 +233,12 @@ class Engine:
             self.run_callbacks()
 
     def poll(self, work: Work[Any]) -> None:
-        """Move what can be moved without waiting. Lock not held."""
+        """Move the bytes that can be moved without waiting. Lock not held."""
         self.transport.poll(work)
         self.run_callbacks()
 
     def run_callbacks(self) -> None:
-        """Call what `Work.on_done` was given, of works that are done. Lock not held."""
+        """Call the callbacks of `Work.on_done`, of works that are done. Lock not held."""
         while self.callbacks:
             try:
                 callback, work = self.callbacks.popleft()
@@ -250,7 +250,7 @@ class Engine:
                 log.exception("rank %d: a callback of %s failed", self.rank, work.describe())
 
     def ended(self, work: Work[Any]) -> None:
-        """A work is over. Lock held."""
+        """Take a work as over. Lock held."""
         self.polled.pop(work, None)
         if self.watchdog.queries:
             self.watchdog.forget(work)
@@ -261,7 +261,7 @@ class Engine:
         self.transport.wake(work)
 
     def count(self) -> Counts:
-        """The numbers of this rank. With the first call, counting begins."""
+        """Return the numbers of this rank. With the first call, counting begins."""
         with self.lock:
             if self.counters is None:
                 kept, failures = self.matching.unexpected_bytes, self.history.failures
@@ -286,7 +286,7 @@ class Engine:
             )
 
     def _is_stale(self, channel: Channel, peer: int) -> bool:
-        """Whether a message is for a collective that is over on this rank: the ranks disagree."""
+        """Return whether a message's collective is over on this rank: then the ranks disagree."""
         group = self.groups.get(channel.group)
         if channel.kind is not Kind.COLLECTIVE or group is None or channel.number >= group.finished:
             return False
@@ -294,7 +294,7 @@ class Engine:
         return True
 
     def copies_of(self, device: torch.device, op: str) -> HostCopies:
-        """The copies to and from a device, for a call of `op`. Lock held or not.
+        """Return the copies to and from a device, for a call of `op`. Lock held or not.
 
         Raises `UnsupportedOperationError` if its tensors cannot come by way of host memory.
         """
@@ -314,7 +314,7 @@ class Engine:
     # Groups and peers -----------------------------------------------------------------------
 
     def add_group(self, group: Group) -> None:
-        """A group was made. It may be broken already: others can be ahead."""
+        """Add a new group. It may be broken already: others can be ahead."""
         with self.lock:
             self.groups[group.id] = group
             early = self._early.pop(group.id, None) or EarlyControl()
@@ -327,7 +327,7 @@ class Engine:
                 group.checker.asked(peer, ask)
 
     def _early_of(self, group: int) -> EarlyControl:
-        """What came about a group that this rank has not made yet, to be added to."""
+        """Return the messages about a group that this rank has not made yet, to be added to."""
         if group not in self._early:
             if len(self._early) >= MOST_GROUPS:
                 del self._early[next(iter(self._early))]  # the oldest
@@ -345,7 +345,7 @@ class Engine:
         self.transport.tell_members(group, message)
 
     def on_control(self, peer: int, group_id: int, message: Control) -> None:
-        """A control message came from a peer. Lock held."""
+        """Handle a control message from a peer. Lock held."""
         if isinstance(message, FailureNotice):
             self._failure_came(group_id, Failure.from_notice(message))
         elif isinstance(message, Ask):
@@ -358,7 +358,7 @@ class Engine:
             self._member_left(group_id, peer)
 
     def _failure_came(self, group_id: int, failure: Failure) -> None:
-        """Another member says that a group is broken."""
+        """Handle another member's word that a group is broken."""
         if self.matching.is_over(group_id):
             return
         self.run_ready()  # what is complete has not failed
@@ -371,7 +371,7 @@ class Engine:
             group.fail(failure)
 
     def _asked(self, group_id: int, peer: int, ask: Ask) -> None:
-        """A peer asks about a collective of a group, or what this rank waits for."""
+        """Answer a peer that asks about a collective of a group, or about this rank's wait."""
         self.run_ready()
         group = self.groups.get(group_id)
         if ask.query:
@@ -382,7 +382,7 @@ class Engine:
             self._early_of(group_id).asks[peer] = ask
 
     def _member_left(self, group_id: int, peer: int) -> None:
-        """A peer has closed a group, of which this rank may not have heard yet."""
+        """Note that a peer has closed a group, which this rank may not have made yet."""
         group = self.groups.get(group_id)
         if group is not None:
             group.member_left(peer)
@@ -390,14 +390,14 @@ class Engine:
             self._early_of(group_id).leavers.add(peer)
 
     def peer_left(self, peer: int) -> None:
-        """A peer has closed everything, in good order. Lock held."""
+        """Note that a peer has closed everything, in good order. Lock held."""
         self.left.add(peer)
         for group in list(self.groups.values()):
             if peer in group.to_local:
                 group.member_left(peer)
 
     def peer_lost(self, peer: int, reason: str) -> None:
-        """A peer is gone without closing: every group that it is in is broken. Lock held."""
+        """Break every group of a peer that is gone without closing. Lock held."""
         if peer in self.lost or self.closed:
             return
         self.run_ready()  # what is complete has not failed
@@ -408,7 +408,7 @@ class Engine:
                 group.fail(failure)
 
     def fail_all(self, reason: str) -> None:
-        """This rank has failed: every group is broken, and its members are told. Lock held."""
+        """Break every group, and tell its members: this rank has failed. Lock held."""
         for group in list(self.groups.values()):
             group.fail(Failure(PeerLostError, self.rank, self.rank, reason))
         self.run_ready()
@@ -422,7 +422,7 @@ def _no_library(group: Group) -> None:
 class EarlyControl:
     """Control messages about one group that came before this rank made it.
 
-    That it has failed, who has left it, and what peers asked.
+    Its failure, the ranks that left it, and the questions of peers.
     """
 
     failure: Failure | None = None
@@ -437,7 +437,7 @@ class EarlyControl:
 
 
 class ForkedEngine(Engine):
-    """What an engine becomes in a child that was forked: whatever is asked of it raises."""
+    """The engine of a rank's forked child: every call of it raises."""
 
     forked = True
 
@@ -451,9 +451,9 @@ class ForkedEngine(Engine):
 
 @cache
 def _engines_of_this_process() -> list[weakref.ref[Engine]]:
-    """Those that may be alive; a child in which this process is forked is told of them.
+    """Return the engines that may be alive; each is told when this process is forked.
 
-    Python never forgets what it shall call after a fork: so that is one function for all of them.
+    Python never forgets a function to call after a fork: so there is one for all of them.
     """
     engines: list[weakref.ref[Engine]] = []
     os.register_at_fork(after_in_child=partial(_forked, engines))

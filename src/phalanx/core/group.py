@@ -1,6 +1,6 @@
-"""A group: which ranks, what they are doing, and whether they still can.
+"""A group: its ranks, their works, and its failure.
 
-It is known by its parent, its members and how many of that kind came before, so that its members
+It is known by its parent, its members and the number of such groups before it, so that its members
 can make it without a message. Its collectives run one after the other, in the order in which they
 were issued; its messages run beside them; other groups know nothing of it.
 """
@@ -70,7 +70,7 @@ class Group(Members):
         self.shared = engine.transport.shared(self)
 
     def child(self, ranks: tuple[int, ...]) -> Group:
-        """A new group of some of the members, known by them and how many there were before."""
+        """Return a new group of some members, known by them and the number of such before it."""
         earlier = self._children[ranks]
         self._children[ranks] += 1
         content = struct.pack(f"<QI{len(ranks)}I", self.id, earlier, *ranks)
@@ -82,7 +82,7 @@ class Group(Members):
         return group
 
     def next_message(self, direction: str, peer: int) -> int:
-        """The number of the next message to or from this peer."""
+        """Return the number of the next message to or from this peer."""
         key = (direction, peer)
         self._numbers[key] += 1
         return self._numbers[key] - 1
@@ -91,7 +91,7 @@ class Group(Members):
         self.engine.transport.control(peer, self.id, ask)
 
     def others(self) -> list[int]:
-        """The other members, by their ranks here, that have not left."""
+        """Return the other members, by their ranks here, that have not left."""
         left = self.left | self.engine.left
         return [
             local
@@ -100,7 +100,7 @@ class Group(Members):
         ]
 
     def was_blocked(self, seconds: float) -> None:
-        """A call of this group has blocked for so long."""
+        """Add the seconds that a call of this group has blocked."""
         group: Group | None = self
         while group is not None:
             group.seconds_waiting += seconds
@@ -135,10 +135,10 @@ class Group(Members):
             raise
 
     def interrupted(self, error: BaseException, before: int) -> None:
-        """The caller was interrupted on its way to `issue` a collective, and perhaps in it.
+        """Handle an interrupt of the caller on its way to `issue` a collective, or in it.
 
         If that has a number, the other ranks wait for this one's part, which will not come: then
-        the group is broken. `before` it, as many had one. Lock held.
+        the group is broken. `before` is the count of numbers before the call. Lock held.
         """
         checker = self.checker
         call, step = checker.calls[-1] if checker.calls else None, None
@@ -161,15 +161,15 @@ class Group(Members):
         self.fail(Failure(type(lost), self.here, self.here, str(lost), call.describe(), before))
 
     def under_way(self) -> list[Work[Any]]:
-        """Everything that has begun and not ended; the collectives first, in their order."""
+        """Return all works that have begun and not ended; collectives first, in their order."""
         return [*self._queue, *self._messages]
 
     def head_of_queue(self, wait: W) -> Work[Any] | W:
-        """What has to end before this wait can: the wait itself, unless it is queued."""
+        """Return the wait that has to end before this one: itself, unless it is queued."""
         return self._queue[0] if wait.is_collective and self._queue else wait
 
     def is_free(self) -> bool:
-        """Whether a collective may be done at once, by the caller itself: nothing is in the way."""
+        """Return whether the caller itself may do a collective at once: nothing is in the way."""
         checker, engine = self.checker, self.engine
         return not (
             self._queue
@@ -182,7 +182,7 @@ class Group(Members):
         )
 
     def may_finish(self, work: Work[Any]) -> bool:
-        """Whether a work whose steps are done is complete: not while ranks disagree."""
+        """Return whether a work whose steps are done is complete: not while ranks disagree."""
         if not work.is_collective:
             return True
         if self.checker.desync is not None:
@@ -195,7 +195,7 @@ class Group(Members):
         return True
 
     def work_ended(self, work: Work[Any]) -> None:
-        """A work is over: the next one in the queue may begin."""
+        """End a work: the next one in the queue may begin."""
         call = work.call
         call.failed = work.error is not None
         if work.is_collective:
@@ -215,7 +215,7 @@ class Group(Members):
         self.engine.ended(work)
 
     def work_failed(self, work: Work[Any], error: Exception) -> None:
-        """A work cannot be completed. If it is a collective, neither can the group."""
+        """Fail a work that cannot be completed; if it is a collective, break the group."""
         if work.over:
             return
         if not work.is_collective:
@@ -243,14 +243,14 @@ class Group(Members):
         self.fail(failure)
 
     def _has_gone(self, work: Work[Any]) -> bool:
-        """Whether a message that timed out arrives all the same: resent, it would arrive twice."""
+        """Return whether a message that timed out arrives all the same: do not send it again."""
         step = work.step
         if not isinstance(step, PostedRound) or not all(part.done for part in step.receives):
             return False
         return all(send.done or self.engine.transport.finish_send(send) for send in step.sends)
 
     def abandon(self, work: Work[Any], why: str | BaseException) -> None:
-        """The caller gave it up, for a reason, or by what interrupted it."""
+        """Give a work up, for the caller's reason or interrupt."""
         if work.over:
             if work in self._queue or work in self._messages:  # interrupted at its very end
                 self.work_ended(work)
@@ -258,7 +258,7 @@ class Group(Members):
         self.work_failed(work, self._given_up(work.call, why))
 
     def _given_up(self, call: Call, why: str | BaseException) -> DistributedError:
-        """The error on all ranks; one that a signal has interrupted is lost to the others."""
+        """Return the error on all ranks; a rank that a signal interrupted is lost to the others."""
         interrupted = isinstance(why, BaseException)
         reason = f"interrupted by {type(why).__name__}" if interrupted else why
         return (PeerLostError if interrupted else MisuseError)(
@@ -277,10 +277,10 @@ class Group(Members):
         self.fail(Failure(type(error), culprit, self.engine.rank, str(error)), tell=False)
 
     def attend(self, work: Work[Any]) -> float:
-        """See to what is due while a work is under way; seconds until this is needed again.
+        """Do a work's due actions; return the seconds to the next.
 
         A collective that waits asks whether the others are in it, too. Past its deadline it fails,
-        and what is queued behind it.
+        and so do the works queued behind it.
         """
         now = self.engine.now()
         due = self.checker.attend(now)
@@ -298,7 +298,7 @@ class Group(Members):
     # Failure --------------------------------------------------------------------------------
 
     def fail(self, failure: Failure, *, tell: bool = True) -> None:
-        """Break the group: whatever is under way in it ends with this failure."""
+        """Break the group: all works under way in it end with this failure."""
         if self.failure is not None:
             return
         self.failure = failure
@@ -316,7 +316,7 @@ class Group(Members):
                     other.fail(failure)
 
     def member_left(self, rank: int) -> None:
-        """A member has closed the group, in good order: only who waits for it cannot go on."""
+        """Note that a member has closed the group in good order: only waits for it fail."""
         self.left.add(rank)
         if self.checker.desync is not None:
             self.fail(self.checker.desync.failure)  # it will not answer what it was doing
@@ -326,7 +326,7 @@ class Group(Members):
                 self.work_failed(work, self._error_for(failure, work.call))
 
     def close(self) -> None:
-        """End what is under way, and what was made of it; later calls are a `MisuseError`."""
+        """End its works, and the groups made of it; later calls are a `MisuseError`."""
         if self.closed:
             return
         self.closed = True

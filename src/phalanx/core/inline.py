@@ -4,7 +4,7 @@
     large, in shared memory    epoch  epoch ...       each is waited for, until one takes too long
     by messages                round                  all of it is left
 
-What is left becomes a `Work`, which goes on from the step that was not complete.
+The rest becomes a `Work`, which goes on from the step that was not complete.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def run_inline(
 
 
 def _raising(error: BaseException) -> Iterator[Program]:
-    """Steps that end in an error."""
+    """Return steps that end in an error."""
 
     def fail() -> Program:
         raise error

@@ -1,8 +1,8 @@
-"""Steps: what a collective or a message of one rank consists of, one after the other.
+"""Steps: the parts of one rank's collective or message, one after the other.
 
 A program is an iterator of steps. There are three kinds:
 
-    Round    messages that may happen together, bound to bytes: what plans are made of
+    Round    messages that may happen together, bound to bytes: the parts of plans
     epoch    a barrier in shared memory (`shared_group.py`)
     native   a collective that another library carries out whole (`native/`)
 
@@ -27,7 +27,7 @@ NOTHING = memoryview(b"")  # replaces memory that is done with, so that cycles d
 
 
 class SendBytes(NamedTuple):
-    """`buffers[buffer][start:stop]` goes to `peer`, a rank of the group."""
+    """A message of `buffers[buffer][start:stop]` to `peer`, a rank of the group."""
 
     peer: int
     start: int
@@ -36,7 +36,7 @@ class SendBytes(NamedTuple):
 
 
 class ReceiveBytes(NamedTuple):
-    """What `peer` (or `ANY`) sends is written to `buffers[buffer][start:stop]`, or combined."""
+    """A message from `peer` (or `ANY`) into `buffers[buffer][start:stop]`, or combined there."""
 
     peer: int
     start: int
@@ -68,7 +68,7 @@ class Step(ABC):
 
     @abstractmethod
     def ready(self, *, spin: float = 0.0) -> bool:
-        """Whether it is complete. It may wait for that, `spin` seconds at most."""
+        """Return whether it is complete. It may wait for that, `spin` seconds at most."""
 
     def block(self, seconds: float) -> bool:
         """Wait for it for about `seconds` at most, with the lock released. Lock held.
@@ -79,18 +79,18 @@ class Step(ABC):
 
     @abstractmethod
     def waits_for(self) -> list[int]:
-        """The ranks that it waits for."""
+        """Return the ranks that it waits for."""
 
     def needs(self, rank: int) -> bool:
-        """Whether it cannot complete, now that this rank has left."""
+        """Return whether it cannot complete, now that this rank has left."""
         return rank in self.waits_for()
 
     def diverged(self) -> int | None:
-        """A rank that takes part with another rolling hash, so in another collective, if any."""
+        """Return a rank in it with another rolling hash, so in another collective, if any."""
         return None
 
     def awaited(self) -> int | None:
-        """The rank that came last, of those it has waited for since this was asked last.
+        """Return the rank that came last, of those it has waited for since the last question.
 
         None if it has waited for nobody, and `ANY` if nobody knows for whom.
         """
@@ -136,26 +136,26 @@ class Source(ABC):
 
     @abstractmethod
     def take(self, size: int) -> tuple[UntypedStorage, Place]:
-        """New memory of so many bytes, all zero. Raises OSError, RuntimeError or MemoryError."""
+        """Allocate so many bytes, all zero. Raises OSError, RuntimeError or MemoryError."""
 
     @abstractmethod
     def attach(self, place: Place, size: int) -> UntypedStorage:
-        """The memory that another rank has allocated."""
+        """Attach the memory that another rank has allocated."""
 
     @abstractmethod
     def close(self) -> None:
-        """From now on nobody can attach the memory. What is attached stays."""
+        """Let nobody attach the memory any more. Attached memory stays."""
 
 
 class NativeCall(NamedTuple):
-    """One collective of another library, ready to begin: what it is, and this rank's memory.
+    """One collective of another library, ready to begin, with this rank's memory.
 
     collective   `all_reduce`, `reduce`, `broadcast`, `all_gather`, `gather`, `scatter`,
                  `reduce_scatter` or `all_to_all`
-    source       what this rank contributes, contiguous, never written; None for nothing
-    out          where its result goes, contiguous; None for no result
-    op           how contributions are reduced, where they are
-    root         rank of the group, where the collective has one
+    source       this rank's contribution, contiguous, never written; None for nothing
+    out          memory for its result, contiguous; None for no result
+    op           the reduction, if there is one
+    root         rank of the group, if the collective has one
 
         collective       source                   out
         all_reduce       [n]                      [n], perhaps the same memory
@@ -180,10 +180,10 @@ class Native(ABC):
 
     @abstractmethod
     def steps(self, call: NativeCall) -> Iterable[Program] | None:
-        """The steps that carry it out, or None if the library does not have this collective.
+        """Return the steps that carry it out, or None if the library lacks this collective.
 
         The same answer on every rank.
         """
 
     def close(self) -> None:  # noqa: B027 - not all need to do a thing
-        """The group was closed. Lock held."""
+        """Close its part of the group. Lock held."""

@@ -63,7 +63,7 @@ class FSDP(Wrapper):
                  parameters (of a list of modules, its members), if there are several. Parameters
                  in none of these form a group, too, which is unsharded while the model computes
     mixed_precision   a dtype to compute in, or a `MixedPrecision`; shards keep theirs
-    prefetch     how many groups are unsharded ahead, in forward and in backward
+    prefetch     number of groups that are unsharded ahead, in forward and in backward
     initialize   for a model on the meta device: called with each module that has parameters or
                  buffers of its own there, in the place of its `reset_parameters`
     compression  send less: `ErrorFeedback(TopK(0.01))`, `ErrorFeedback(PowerSGD(4))`, ...; below
@@ -79,16 +79,16 @@ class FSDP(Wrapper):
     shards are in no graph.
 
     A parameter group is sharded, unsharded while it computes, and sharded again; `unsharded.py`
-    draws its states. Who uses a full parameter while it is sharded gets a `MisuseError`. A backward
-    pass is noticed where it comes to an output of a group's module, or to what was computed from a
-    full parameter in it (a loss kept as an attribute); not to what was computed from a view of one
-    (`x @ weight.t()`), if that leaves the module by another way than its outputs. Which groups a
-    pass uses has to be the same on all ranks, or `DesyncError` names them; inside a group ranks may
-    use other parameters, and what a rank did not use counts as zeros.
+    draws its states. Use of a full parameter while it is sharded is a `MisuseError`. A backward
+    pass is noticed when it comes to an output of a group's module, or to a tensor computed from a
+    full parameter in it (a loss kept as an attribute). It is not noticed at a tensor computed from
+    a view of one (`x @ weight.t()`) that leaves the module by another way than its outputs. All
+    ranks have to use the same groups in a pass, or `DesyncError` names them; inside a group ranks
+    may use other parameters, and parameters that a rank did not use count as zeros.
 
     On one host with shared memory (`backend.common`) the full parameters exist once, and to unshard
-    moves nothing: it waits until all ranks have written. Who writes parameters, other than through
-    a torch optimizer or the methods of this class, does so inside `writing()`.
+    moves nothing: it waits until all ranks have written. Write parameters inside `writing()`,
+    unless a torch optimizer or a method of this class does.
 
     Moves, per step and rank, with n bytes of parameters and p ranks: FULL_SHARD 3(p-1)/p n,
     SHARD_GRAD_OP 2(p-1)/p n, NO_SHARD an all-reduce of n. Keeps n/p of parameters, gradients and
@@ -101,15 +101,15 @@ class FSDP(Wrapper):
 
     # Compression
     Gradients are reduced by a copy of the compressor, `.compression`: those of a group together.
-    With FULL_SHARD and SHARD_GRAD_OP each rank sends the owner of each shard what it is to have of
-    it; with `hybrid` gradients are reduced as they are inside of a shard group, and compressed
-    between these, where links are slow; with NO_SHARD as in DDP. What it remembers (what error
-    feedback has left over) stays as it was if a pass fails, or if a mean is not finite on any rank.
-    Error feedback keeps 4 bytes a value of the FULL gradients on every rank, and as many more while
-    a backward pass runs: as much as a rank without FSDP has for gradients, so shard with it what is
-    large for its optimizer state, or use `hybrid`, which keeps a shard's. With a scaled loss call
-    `.compression.scale_` when the scale changes. `state_dict` has this rank's, too (`own_state`),
-    as DDP's has; `full_state_dict` has not.
+    With FULL_SHARD and SHARD_GRAD_OP each rank sends the owner of each shard its part of it; with
+    `hybrid` gradients are reduced as they are inside of a shard group, and compressed between
+    these, over the slow links; with NO_SHARD as in DDP. Its state (the residual of error feedback)
+    stays as it was if a pass fails, or if a mean is not finite on any rank. Error feedback keeps 4
+    bytes a value of the FULL gradients on every rank, and as many more while a backward pass runs:
+    as much as a rank without FSDP has for gradients. So use it for models whose optimizer state is
+    large, or use `hybrid`, which keeps a shard's. With a scaled loss call `.compression.scale_`
+    when the scale changes. `state_dict` has this rank's state, too (`own_state`), as DDP's has;
+    `full_state_dict` has not.
     """
 
     averages = True
@@ -169,7 +169,7 @@ class FSDP(Wrapper):
 
     @disable_dynamo(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward. Blocks while groups are unsharded."""
+        """Run the module's forward. Blocks while groups are unsharded."""
         if self.backend.forked:  # perhaps in the middle of a pass
             self._refuse("forward in a process that was forked from the rank: start it by spawn")
         if self._summoned:
@@ -188,7 +188,7 @@ class FSDP(Wrapper):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in here only accumulate; the next one outside reduces the sum.
+        """Let backward passes in here only accumulate; the next one outside reduces the sum.
 
         Full gradients stay in memory meanwhile, and are no parameter's `.grad` yet: `zero_grad()`
         of this class drops them, and an optimizer's does not.
@@ -201,7 +201,7 @@ class FSDP(Wrapper):
             runtime.synchronize = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, those that were accumulated under `no_sync`, too."""
+        """Drop all gradients, also those that were accumulated under `no_sync`."""
         super().zero_grad(set_to_none)
         self._runtime.accumulated = False
         for gradient in self._runtime.gradients:
@@ -210,7 +210,7 @@ class FSDP(Wrapper):
     def sync_gradients(self) -> None:
         """Reduce gradients that were accumulated under `no_sync` and not reduced since.
 
-        Blocks until they are; every rank has to call it. Does nothing where there are none: after
+        Blocks until they are; every rank has to call it. Does nothing if there are none: after
         an ordinary `backward()` all gradients are final. `MisuseError` before any forward pass.
         """
         runtime = self._runtime
@@ -229,7 +229,7 @@ class FSDP(Wrapper):
         return sent + sum(gradient.bytes_sent for gradient in self._runtime.gradients)
 
     def other_parts(self) -> tuple[Backend | None, Iterable[nn.Parameter]]:
-        """The shard group, if there are others in it, and all parameters."""
+        """Return the shard group, if there are others in it, and all parameters."""
         return self._runtime.plan.shards, self.parameters()
 
     # By hand --------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ class FSDP(Wrapper):
 
         Takes memory for the whole model until that pass has used it. Every rank calls it.
         `UnsupportedOperationError` with a strategy that keeps full parameters; `MisuseError` if
-        what was prefetched before was not used.
+        an earlier prefetch was not used.
         """
         if self.strategy.keeps_whole:
             self._refuse(
@@ -255,7 +255,7 @@ class FSDP(Wrapper):
         self._runtime.prefetch_first()
 
     def has_pending_prefetch(self) -> bool:
-        """Whether `prefetch_forward_params()` was called and no forward pass has come since."""
+        """Return whether no forward pass has used the last `prefetch_forward_params()` yet."""
         return self._runtime.forward_pass.prefetched_next
 
     def broadcast_updated_params(self) -> None:
@@ -270,7 +270,7 @@ class FSDP(Wrapper):
     # What optimizers tell -------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to write some of the parameters."""
+        """Take an optimizer's step as about to write some of the parameters."""
         super().before_step(optimizer)
         kind = type(optimizer).__name__
         if kind in NOT_ELEMENTWISE:
@@ -292,14 +292,14 @@ class FSDP(Wrapper):
         self._runtime.write_epoch.end("step")
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The shards, by the plain module's names; inside of a forward pass, too."""
+        """Yield the shards, by the plain module's names; inside of a forward pass, too."""
         for name, parameter in self.module.named_parameters(*args, **kwargs):
             yield name, getattr(parameter, "shard", parameter)
 
     # Parts and full values ----------------------------------------------------------------------
 
     def slices(self) -> dict[str, Slice]:
-        """For each parameter, by name, what part of it this rank's `Parameter` holds."""
+        """Return for each parameter, by name, the part of it that this rank's `Parameter` holds."""
         return {
             name: Slice(shape, *flat.layout.part(number, flat.plan.shard_index))
             for flat in self._runtime.flats
@@ -310,7 +310,7 @@ class FSDP(Wrapper):
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Parameters are written in here, in place: `with fsdp.writing(): p.mul_(0.5)`.
+        """Write parameters in here, in place: `with fsdp.writing(): p.mul_(0.5)`.
 
         Every rank enters it, and waits until none reads parameters that it shares with others. An
         optimizer's step and the methods of this class do so by themselves.
@@ -343,8 +343,8 @@ class FSDP(Wrapper):
     # State ----------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The plain module's names, and copies of this rank's shards; no communication. And
-        `own_state`, if there is any.
+        """Return copies of this rank's shards, by the plain module's names, and `own_state`, if
+        there is any; no communication.
 
         Copies, since shards are parts of larger memory, all of which `torch.save` would write.
         """
@@ -357,7 +357,7 @@ class FSDP(Wrapper):
 
     @torch.no_grad()
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
-        """The plain module's state, whole, on every rank; with `rank0_only` empty on the others.
+        """Return the plain module's whole state on every rank; with `rank0_only` {} on the others.
 
         Copies. Blocks; every rank calls it. Moves (p-1)/p of the parameters' bytes to each rank.
         """
@@ -375,8 +375,8 @@ class FSDP(Wrapper):
         return local
 
     def _full_values(self, *, keep: bool = True) -> dict[nn.Parameter, Tensor]:
-        """Copies of the parameters' full values, in the dtype of the shards. Every rank of the
-        shard group calls this, also one that does not keep them.
+        """Return copies of the parameters' full values, in the dtype of the shards. Every rank of
+        the shard group calls this, also one that does not keep them.
         """
         full: dict[nn.Parameter, Tensor] = {}
         for flat in self._runtime.flats:
@@ -407,7 +407,7 @@ class FSDP(Wrapper):
         return result
 
     def _only_shards(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A state whose tensors are full or shards already, as a state of shards."""
+        """Return a state of shards, from one whose tensors are full or shards already."""
         pieces = self.slices()
         held = {parameter: pieces.get(name) for name, parameter in self.named_parameters()}
         own = self.module.state_dict(keep_vars=True)
@@ -434,9 +434,9 @@ class FSDP(Wrapper):
 
     @contextmanager
     def summon_full_params(self, *, writeback: bool = True) -> Iterator[None]:
-        """In here modules have full parameters: `fsdp.module.head.weight` has its own shape.
+        """Give modules full parameters in here: `fsdp.module.head.weight` has its own shape.
 
-        They are copies, this rank's own. With `writeback`, each rank's part of what it has in the
+        They are copies, this rank's own. With `writeback`, each rank's part of its copies in the
         end is its shard afterwards; so every rank makes the same changes. `parameters()` are the
         shards all the time. Every rank enters and leaves it. Takes memory for the whole model.
         """
@@ -472,7 +472,7 @@ class FSDP(Wrapper):
 
     @torch.no_grad()
     def unwrap(self) -> nn.Module:
-        """The plain module, with full parameters: the same `Parameter` objects, without gradients.
+        """Return the plain module with full parameters: the same objects, without gradients.
 
         Every rank calls it; this FSDP is of no use afterwards.
         """
@@ -490,7 +490,7 @@ class FSDP(Wrapper):
         return self.module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """An FSDP of a copy of the module, with the same shards, units and options, as
+        """Return an FSDP of a copy of the module, with the same shards, units and options, as
         `torch.optim.swa_utils.AveragedModel` makes one.
 
         Every rank makes the copy between two passes. Blocks, and moves as much as building it does.

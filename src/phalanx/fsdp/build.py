@@ -1,4 +1,4 @@
-"""How an FSDP comes to be: the model is cut, and gets its values."""
+"""The construction of an FSDP: the model is cut, and gets its values."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def build(
 
 
 def cut(model: nn.Module, rule: UnitRule | None) -> Cuts:
-    """The groups of a model, that of the model itself first; each parameter is in one.
+    """Return a model's groups, that of the model itself first; each parameter is in one.
 
         model                    group ""        everything that is in no other group
         ├── embed                group embed
@@ -104,7 +104,7 @@ def cut(model: nn.Module, rule: UnitRule | None) -> Cuts:
 
 
 def _children(module: nn.Module, prefix: str = "") -> list[str]:
-    """The direct children that have parameters; of one that is only a list, its members."""
+    """Return the direct children with parameters; of one that is only a list, its members."""
     found = []
     for name, child in module.named_children():
         if next(child.parameters(), None) is None:
@@ -159,7 +159,7 @@ def _is_called(module: nn.Module) -> bool:
 def _with_values(
     model: nn.Module, cuts: Cuts, initialize: Initialize | None, rank: int
 ) -> Iterator[str]:
-    """Each group, once its parameters have values; those on the meta device are given some before.
+    """Yield each group, once its parameters have values; those on the meta device get some first.
 
     Raises `MisuseError` for a module that has parameters or buffers there and cannot be asked.
     """
@@ -183,7 +183,7 @@ def _take_complete(waiting: Cuts) -> list[str]:
 
 
 def _materialize(model: nn.Module, module: nn.Module, cuts: Cuts) -> None:
-    """Memory for a module's own parameters and buffers, wherever else these are used."""
+    """Allocate a module's own parameters and buffers, and replace them in all modules."""
     for old in list(module._parameters.values()):
         if old is None or not old.is_meta:
             continue
@@ -207,9 +207,9 @@ def _initialize(
     initialize: Initialize | None,
     rank: int,
 ) -> None:
-    """Give them values. What another module has initialized, and this one shares, keeps its own.
+    """Give them values. Those that another module has initialized, and this one shares, stay.
 
-    drawn   what has been initialized, and its shape: it may have been cut since
+    drawn   initialized parameters, and their shapes: they may have been cut since
     """
     reset = getattr(module, "reset_parameters", None)
     if initialize is None and not callable(reset):

@@ -34,7 +34,7 @@ from phalanx.torch_internals import SWAPS_MEMORY, swap_memory
 
 
 class ShardingPlan(NamedTuple):
-    """How one FSDP shards on this rank, and its groups; for 4 ranks and `hybrid(2)`:
+    """The sharding of one FSDP on this rank, and its groups; for 4 ranks and `hybrid(2)`:
 
         shards      (0 1)    (2 3)      these have one copy together: all-gather, reduce-scatter
         replicas    (0 2)    (1 3)      these hold the same shard: gradients are averaged
@@ -43,8 +43,8 @@ class ShardingPlan(NamedTuple):
     world             all ranks
     shards            the shard group of this rank; None if it is alone in it
     replicas          its replica group; None if it is alone in it
-    shards_per_copy   as many as ranks in the shard group
-    shard_index       which one this rank holds
+    shards_per_copy   number of ranks in the shard group
+    shard_index       number of this rank's shard
     """
 
     strategy: ShardingStrategy
@@ -60,7 +60,7 @@ class ShardingPlan(NamedTuple):
     def of(
         cls, backend: Backend, strategy: ShardingStrategy, precision: MixedPrecision | None
     ) -> ShardingPlan:
-        """This rank's. Every rank calls this. `InvalidWorldSizeError` if no groups fit."""
+        """Return this rank's plan. Every rank calls this. `InvalidWorldSizeError` if none fits."""
         world = backend.world_size
         count = strategy.ranks_per_copy(world)
         copy, index = divmod(backend.rank, count)
@@ -77,7 +77,7 @@ class ShardingPlan(NamedTuple):
 
     @property
     def algorithm(self) -> str:
-        """For all-gathers and reduce-scatters of the shard group.
+        """Algorithm of the shard group's all-gathers and reduce-scatters.
 
         By messages every rank sends each part once to each other one, which is the least there is,
         in bytes and in memory; not so where several ranks are on each of several hosts, or a
@@ -117,14 +117,14 @@ class FlatLayout:
         self.padded = self.shard * shards
 
     def part(self, number: int, index: int) -> tuple[int, int]:
-        """The elements start:stop of parameter `number` that lie in shard `index`."""
+        """Return the elements start:stop of parameter `number` that lie in shard `index`."""
         begin, end = self.starts[number], self.starts[number + 1]
         first, last = index * self.shard, (index + 1) * self.shard
         start = min(max(begin, first), end) - begin
         return start, max(start, min(end, last) - begin)
 
     def inside(self, number: int, index: int) -> tuple[int, int]:
-        """Where these lie in that shard."""
+        """Return their place in that shard."""
         start, stop = self.part(number, index)
         offset = self.starts[number] - index * self.shard
         return (offset + start, offset + stop) if start < stop else (0, 0)
@@ -149,7 +149,7 @@ class StoragePool:
         self._idle: list[torch.UntypedStorage] = []
 
     def take(self, size: int) -> torch.UntypedStorage:
-        """At least so many bytes, uninitialized."""
+        """Return at least so many bytes, uninitialized."""
         fitting = [storage for storage in self._idle if storage.nbytes() >= size]
         if fitting:
             best = min(fitting, key=torch.UntypedStorage.nbytes)
@@ -160,17 +160,17 @@ class StoragePool:
         return torch.UntypedStorage(size)  # type: ignore[no-untyped-call]
 
     def give_back(self, storage: torch.UntypedStorage) -> None:
-        """Nobody uses it any more."""
+        """Take memory back that nobody uses."""
         self._idle.append(storage)
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """A tensor of one dimension in such memory; its storage is to be given back."""
+        """Return a 1-D tensor in such memory; give its storage back afterwards."""
         tensor = torch.empty(0, dtype=dtype)
         tensor.set_(self.take(count * dtype.itemsize), 0, (count,), (1,))
         return tensor
 
     def attach(self, tensor: Tensor, size: int) -> None:
-        """Put memory behind a tensor that has none, and all that shares its storage."""
+        """Put memory behind a tensor that has none, and all tensors that share its storage."""
         storage = tensor.untyped_storage()
         if SWAPS_MEMORY and tensor.is_cpu:
             swap_memory(storage, self.take(size))
@@ -188,7 +188,7 @@ class StoragePool:
 
 
 def trim_heap() -> None:
-    """Give back to the system what the C library has kept of freed memory, if it can (glibc)."""
+    """Return freed memory that the C library has kept to the system, if it can (glibc)."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
@@ -253,17 +253,17 @@ class FlatParameter:
         return torch.empty(self.layout.padded, dtype=dtype, device=self.device)
 
     def _own(self, full: Tensor) -> Tensor:
-        """This rank's shard of full values."""
+        """Return this rank's shard of full values."""
         size, index = self.layout.shard, self.plan.shard_index
         return full[index * size : (index + 1) * size]
 
     def split(self, full: Tensor) -> list[Tensor]:
-        """Each parameter, in its own shape, as a view of full values."""
+        """Return each parameter, in its own shape, as a view of full values."""
         places = zip(self.layout.starts, self.layout.shapes, strict=False)
         return [full[start : start + prod(shape)].view(shape) for start, shape in places]
 
     def split_shard(self, shard: Tensor) -> list[Tensor]:
-        """Each parameter's part of memory like the shard, in the shape that the optimizer sees."""
+        """Return each parameter's part of memory like the shard, in the optimizer's shape."""
         parts = []
         for number, shape in enumerate(self.layout.shapes):
             start, stop = self.layout.inside(number, self.plan.shard_index)
@@ -293,7 +293,7 @@ class FlatParameter:
         self.shard.copy_(self._own(full))
 
     def all_shards(self) -> Tensor:
-        """All ranks' shards, in their own dtype: a copy, or memory not to be written.
+        """Return all ranks' shards, in their own dtype: a copy, or memory not to be written.
 
         A collective of the shard group. With common memory, a rank waits for the others before.
         """

@@ -1,4 +1,4 @@
-"""Gradients of unsharded parameters become gradients of shards.
+"""The reduction of unsharded parameters' gradients to those of shards.
 
     autograd gives a parameter's gradient    accumulate   copied to flat memory, and dropped
     all of the flat memory's are there       reduce       reduce-scatter: the mean of this shard
@@ -51,7 +51,7 @@ class FlatGradient:
     """Gradients of one flat parameter, in one backward pass.
 
     used         the numbers of parameters that have had a gradient on this rank
-    bytes_sent   by this rank so far, of what was not compressed, as rings and direct messages do
+    bytes_sent   by this rank so far, without compressed ones, as rings and direct messages do
     """
 
     def __init__(self, flat: FlatParameter, compression: CompressedReduction | None) -> None:
@@ -110,16 +110,16 @@ class FlatGradient:
 
     @property
     def owes(self) -> bool:
-        """Whether there are gradients that are not reduced."""
+        """True if there are gradients that are not reduced."""
         return self._memory is not None or bool(self._accumulated())
 
     def _accumulated(self) -> list[int]:
-        """The numbers of parameters of which autograd has a gradient."""
+        """Return the numbers of parameters of which autograd has a gradient."""
         with as_plain_tensors():
             return [at for at, view in enumerate(self.flat.views) if view.grad is not None]
 
     def drop_accumulated(self) -> None:
-        """Forget what autograd has added up."""
+        """Drop the gradients that autograd has added up."""
         for view in self.flat.views:
             view.grad = None
 
@@ -216,8 +216,8 @@ class FlatGradient:
     # What parameters get --------------------------------------------------------------------
 
     def has_mean(self, number: int) -> bool:
-        """Whether a parameter had a gradient on this rank; or has a mean here: of what compression
-        had left over of earlier ones.
+        """Return whether a parameter had a gradient on this rank; or has a mean here, from the
+        compressor's residual of earlier ones.
         """
         if number in self.used or self._compression is None:
             return number in self.used
@@ -225,7 +225,7 @@ class FlatGradient:
 
     @property
     def finite(self) -> bool:
-        """Whether all means are finite."""
+        """True if all means are finite."""
         return all(is_finite(mean) for mean in self._means)
 
     def finalize(self, used: Sequence[bool]) -> list[nn.Parameter]:
@@ -256,7 +256,7 @@ class FlatGradient:
         return [parameter for parameter, _ in reached]
 
     def abandon(self) -> None:
-        """Drop everything: the pass has failed. What is under way is waited for."""
+        """Drop everything: the pass has failed. Waits for reductions under way."""
         self.drop_accumulated()
         self._clear()
         scattering, self._scattering = self._scattering, None
@@ -267,7 +267,7 @@ class FlatGradient:
 
 @torch.no_grad()
 def call_post_accumulate_hooks(parameters: Iterable[nn.Parameter]) -> None:
-    """What `Tensor.register_post_accumulate_grad_hook` has registered: `.grad` is final now."""
+    """Call hooks of `Tensor.register_post_accumulate_grad_hook`: `.grad` is final now."""
     for parameter in parameters:
         for hook in post_accumulate_hooks(parameter):
             hook(parameter)
@@ -285,9 +285,9 @@ class CompressedReduction:
         hybrid(k)        as it is, over k ranks               compressed
         NO_SHARD         -                                    compressed, over all ranks
 
-    With `hybrid` the links between shard groups are the slow ones, and what crosses them is
-    compressed; what goes over the fast ones is added up exactly before. So a rank has a shard's
-    residual only.
+    With `hybrid` the links between shard groups are the slow ones, and gradients are compressed
+    there; over the fast ones they are added up exactly before. So a rank has a shard's residual
+    only.
 
     compressor   knows each gradient by its parameter's name; with `hybrid`, whose ranks have parts
                  of it only, by elements and name (`slice_key`)
@@ -304,7 +304,7 @@ class CompressedReduction:
         self._part = Member(backend.rank, backend.world_size)
 
     def cut(self, flats: Iterable[FlatParameter]) -> GradientSharding:
-        """What of gradients its compressor knows on this rank."""
+        """Return the parts of gradients that its compressor has on this rank."""
         if self.scatters or self._shards == 1:
             return UNSHARDED
         return GradientSharding(
@@ -333,9 +333,9 @@ class CompressedReduction:
         return wait
 
     def _pieces(self, flat: FlatParameter) -> dict[str, tuple[int, ...]]:
-        """What this rank has of each parameter before it is averaged, and its shape.
+        """Return this rank's pieces of each parameter before it is averaged, and their shapes.
 
-        Of a matrix the rows that are whole are one again, for compressors that look for that:
+        Whole rows of a matrix are a matrix again, for compressors that look for one:
 
             . . x x     x x         2 of its first row
             x x x x     x x x x     2 rows

@@ -40,7 +40,7 @@ from phalanx.parallel.guards import refuse
 
 
 class Phase(str, Enum):
-    """Where the backward pass under way is, for one parameter group."""
+    """The phase of the backward pass under way, for one parameter group."""
 
     IDLE = "IDLE"  # it has not come to the group, or there is no pass
     BACKWARD = "BACKWARD"  # it computes the group's gradients
@@ -149,7 +149,7 @@ class ParameterGroup:
         self.missing: set[tuple[FlatGradient, int]] = set()
 
     def is_around(self, name: str) -> bool:
-        """Whether the group of this name is inside this one."""
+        """Return whether the group of this name is inside this one."""
         return name != self.name and (not self.name or name.startswith(f"{self.name}."))
 
     # Parameters -----------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class ParameterGroup:
         self.state.after("wait")
 
     def reshard(self) -> None:
-        """The unsharded parameters are not needed now."""
+        """Reshard the parameters, which are not needed now."""
         if self.state.now != "SHARDED":
             self.state.after("reshard")
             for flat in self.flats:
@@ -186,7 +186,7 @@ class ParameterGroup:
         self.phase = TRANSITIONS.get((self.phase, event), self.phase)
 
     def count_gradient(self, gradient: FlatGradient, number: int) -> bool:
-        """A parameter's gradient is complete on this rank; True if it is the last one.
+        """Count a complete gradient of this rank; return whether it is the last one.
 
         Reentrant checkpoints may bring some of them several times, and all of them once more.
         """
@@ -199,5 +199,5 @@ class ParameterGroup:
 
     @property
     def owes(self) -> bool:
-        """Whether the other ranks may wait for gradients of this one."""
+        """True if the other ranks may wait for gradients of this one."""
         return self.phase in (BACKWARD, LEFT) or any(each.owes for each in self.gradients)

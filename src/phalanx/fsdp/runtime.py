@@ -1,4 +1,4 @@
-"""The FSDP runtime: when each parameter group is unsharded, resharded and reduced.
+"""The FSDP runtime: it unshards, reshards and reduces each parameter group in time.
 
     forward     unshard 0 | compute 0 | reshard 0
                   unshard 1 ......... | compute 1 | reshard 1
@@ -8,14 +8,14 @@
                       unshard 0 | compute 0 | reshard 0, reduce 0
                                                           the end: wait, and finalize
 
-Hooks of the model's modules say where a forward pass is, hooks of what they have computed where a
-backward pass is. Which groups come next is guessed from the last forward pass; a wrong guess costs
-time only. Which parameters of a group a backward pass uses is not known: it leaves the group when
-all its gradients are there, or its inputs have theirs, or the pass comes to another group,
-whichever is first; not while it has calls that the pass has not come to (`parameter_group.py`).
+Hooks of the model's modules follow a forward pass, hooks of their outputs follow a backward pass.
+The order of groups is guessed from the last forward pass; a wrong guess costs time only. A backward
+pass may use any of a group's parameters. So it leaves the group when all its gradients are there,
+or its inputs have theirs, or the pass comes to another group, whichever is first. It does not while
+the group has calls that the pass has not come to (`parameter_group.py`).
 
-All ranks run the same model, and so do all this in the same order. One that does not is told so by
-the collectives, whose labels name the group.
+All ranks run the same model, and so do all this in the same order. If a rank does not, the
+collectives, whose labels name the group, raise.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ from phalanx.torch_internals import (
 
 
 class FsdpRuntime:
-    """Of one FSDP on one rank.
+    """The runtime of one FSDP on one rank.
 
     groups           the parameter groups, that of the model itself first
-    plan             which ranks have a copy together, or the same shard
+    plan             the ranks that have a copy together, or the same shard
     swap             lets modules see unsharded parameters
     write_epoch      keeps those who write parameters and those who read them apart
     gradients        of all groups
     compression      reduces them, if there is a compressor; it remembers passes with finite means
-    prefetch         how many groups are unsharded ahead
+    prefetch         number of groups that are unsharded ahead
     synchronize      whether backward passes reduce; if not, full gradients add up here [no_sync]
     accumulated      whether there may be gradients, on some rank, that were not reduced
                      [_begin_forward, post_accumulate_grad, finish_reduction, zero_grad]
@@ -120,7 +120,7 @@ class FsdpRuntime:
 
     @disable_dynamo()  # torch.compile traces what a module computes between this and the next
     def pre_forward(self, group: ParameterGroup, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A group's module is about to compute. Returns the model's inputs, if they are cast."""
+        """Prepare a group's module to compute. Returns the model's inputs, if they are cast."""
         again = inside_backward()  # a checkpoint is computed again
         if again and self.backward_pass is None:
             self._begin_backward()
@@ -165,7 +165,7 @@ class FsdpRuntime:
     def post_forward(
         self, group: ParameterGroup, _: nn.Module, args: Any, kwargs: Any, outputs: Any
     ) -> None:
-        """It has computed, or failed."""
+        """Take its computation as ended, or failed."""
         stack = self.forward_pass.stack
         while stack and stack[-1][0].group is not group:
             stack.pop()
@@ -186,10 +186,10 @@ class FsdpRuntime:
                 self.reshard(*self.groups)
 
     def abandon_forward(self) -> None:
-        """It was left by an error, of which torch tells no hooks if it is an interrupt.
+        """Take it as left by an error, of which torch tells no hooks if it is an interrupt.
 
-        No backward pass will come to what it has computed. The error may keep that, and each rank
-        frees it at another time: what waits must not depend on it.
+        No backward pass will come to its outputs. The error may keep them, and each rank frees them
+        at another time: the waiting calls must not depend on it.
         """
         if inside_backward():
             return
@@ -204,13 +204,13 @@ class FsdpRuntime:
     # Between passes -------------------------------------------------------------------------
 
     def reshard(self, *groups: ParameterGroup) -> None:
-        """After forward or backward passes, unless a graph of a backward pass reads them later."""
+        """Reshard after a pass, unless a graph of a backward pass reads the parameters later."""
         if not self.forward_pass.has_graph:
             for group in groups:
                 group.reshard()
 
     def unshard_written(self) -> None:
-        """Unshard what was written, in memory that stays. Blocks."""
+        """Unshard the written groups, in memory that stays. Blocks."""
         self.write_epoch.wait_for_writes()
         for group in self.groups:
             group.unshard()
@@ -227,11 +227,11 @@ class FsdpRuntime:
     # A backward pass: where it is -----------------------------------------------------------
 
     def _watch(self, call: ForwardCall, before: set[Any], outputs: Any) -> None:
-        """See to it that the backward pass through this call is noticed.
+        """Watch for the backward pass through this call.
 
-        So it is where it comes to what was computed from an unsharded parameter; but then views of
-        parameters may have been read before. What a layer returns as it was given, such as one that
-        is left out at random, is of the group that has computed it.
+        The hook also fires for tensors computed from an unsharded parameter; by then a view may
+        already have been read. An input that a layer returns as it is, such as a layer that is left
+        out at random, belongs to the group that has computed it.
         """
         call.group.waiting.setdefault(call, False)  # a pass may have come in the middle of it
         tensors = [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.grad_fn]
@@ -251,7 +251,7 @@ class FsdpRuntime:
         return backward
 
     def _at_output(self, call: ForwardCall, output: int) -> None:
-        """The gradient of an output of a group is there."""
+        """Take the gradient of an output of a group."""
         if output in call.spent:
             refuse(
                 "FSDP",
@@ -264,7 +264,7 @@ class FsdpRuntime:
 
     @every_rank_does("FSDP")
     def pre_backward(self, call: ForwardCall) -> None:
-        """The backward pass of a group comes next."""
+        """Prepare a group's backward pass, which comes next."""
         group = call.group
         if call.epoch != self.write_epoch.number:
             refuse(
@@ -285,7 +285,7 @@ class FsdpRuntime:
             earlier.unshard()
 
     def _open(self, call: ForwardCall, backward: BackwardPass) -> None:
-        """The backward pass has come to this call, and so has left groups before it."""
+        """Open this call: the backward pass has come to it, and so has left groups before it."""
         group = call.group
         if call.outer is not None:  # first, on all ranks, whose last computation it may be or not
             self.pre_backward(call.outer)
@@ -308,7 +308,7 @@ class FsdpRuntime:
     def post_accumulate_grad(
         self, group: ParameterGroup, gradient: FlatGradient, number: int, _: Tensor
     ) -> None:
-        """Autograd has the whole gradient of an unsharded parameter."""
+        """Take the whole gradient of an unsharded parameter from autograd."""
         backward = self.backward_pass or self._begin_backward()
         backward.accumulates = True
         if group.phase is IDLE:
@@ -325,7 +325,7 @@ class FsdpRuntime:
             self.post_backward(group)
 
     def _at_input(self, call: ForwardCall) -> None:
-        """The gradient of an input of a group is there."""
+        """Take the gradient of an input of a group."""
         group = call.group
         if not call.inputs:  # it has left the call before
             return
@@ -342,7 +342,7 @@ class FsdpRuntime:
     # A backward pass: what is over ----------------------------------------------------------
 
     def post_backward(self, group: ParameterGroup) -> None:
-        """A group gets no more gradients."""
+        """End a group's backward pass: it gets no more gradients."""
         group.after("leave")
         self._reduce_once(group)
         if all(p.requires_grad for flat in group.flats for p in flat.parameters):
@@ -366,7 +366,7 @@ class FsdpRuntime:
     @torch.no_grad()
     @every_rank_does("FSDP")
     def finish_reduction(self, groups: Iterable[ParameterGroup]) -> list[nn.Parameter]:
-        """Reduce what is left, of these groups; then means of all become the gradients.
+        """Reduce the rest, of these groups; then means of all become the gradients.
 
         Returns the parameters that have got one.
         """
@@ -426,7 +426,7 @@ class FsdpRuntime:
 
 
 def _nodes(given: Any) -> set[Any]:
-    """What has computed the tensors among these that a backward pass comes to; of a leaf None."""
+    """Return the autograd nodes of tensors among these that require gradients; None of a leaf."""
     if not torch.is_grad_enabled():
         return set()
     leaves = pytree.tree_leaves(given)

@@ -1,4 +1,4 @@
-"""Strategies: over which ranks parameters are cut, and how long they stay unsharded.
+"""Strategies: the ranks over which parameters are cut, and the time that they stay unsharded.
 
                     shards are cut over    parameters are unsharded     as in
     FULL_SHARD      all ranks              while their group computes   ZeRO-3
@@ -27,7 +27,7 @@ class ShardingStrategy:
     """A row of the table: `FULL_SHARD`, `SHARD_GRAD_OP`, `NO_SHARD`, `hybrid(intra_node_size=k)`.
 
     name          as it is written on a command line
-    group_size    over how many consecutive ranks shards are cut; None: over all
+    group_size    number of consecutive ranks over which shards are cut; None: all
     keeps_whole   whether parameters stay unsharded between the uses of their group
     """
 
@@ -41,7 +41,7 @@ class ShardingStrategy:
 
     @staticmethod
     def hybrid(intra_node_size: int) -> ShardingStrategy:
-        """Shards over each `intra_node_size` consecutive ranks, averages between these groups."""
+        """Shard over each `intra_node_size` consecutive ranks, and average between these groups."""
         if intra_node_size < 1:
             raise InvalidWorldSizeError(
                 f"hybrid(intra_node_size={intra_node_size}): shards are cut over at least one rank"
@@ -49,8 +49,8 @@ class ShardingStrategy:
         return ShardingStrategy("hybrid", intra_node_size, keeps_whole=False)
 
     def ranks_per_copy(self, world_size: int) -> int:
-        """Over how many ranks shards are cut; `InvalidWorldSizeError` if `world_size` is no
-        multiple of it.
+        """Return the number of ranks over which shards are cut; `InvalidWorldSizeError` if
+        `world_size` is no multiple of it.
         """
         size = self.group_size if self.group_size is not None else world_size
         if world_size % size:
@@ -81,7 +81,7 @@ _NAMED = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingSt
 class MixedPrecision:
     """The dtypes in which a model computes and reduces; shards and optimizer state are wider.
 
-    compute_dtype   of the unsharded parameters, and so of what an all-gather moves
+    compute_dtype   of the unsharded parameters, and so of an all-gather's bytes
     reduce_dtype    in which gradients are added over the ranks, and moved
     cast_inputs     whether floating-point inputs of the model are converted to `compute_dtype`
 
@@ -95,7 +95,7 @@ class MixedPrecision:
     cast_inputs: bool = True
 
     def cast(self, inputs: Any) -> Any:
-        """The inputs of the model, converted if that was asked for."""
+        """Return the inputs of the model, converted if that was asked for."""
         if not self.cast_inputs:
             return inputs
         dtype = self.compute_dtype
@@ -105,7 +105,7 @@ class MixedPrecision:
 
 
 def strategy_of(given: ShardingStrategy | str) -> ShardingStrategy:
-    """`strategy=`, in which one of the three without a number may be given by its name."""
+    """Return the strategy of `strategy=`; one without a number may be given by its name."""
     if isinstance(given, ShardingStrategy):
         return given
     names = [strategy.name for strategy in _NAMED]
@@ -118,7 +118,7 @@ def strategy_of(given: ShardingStrategy | str) -> ShardingStrategy:
 
 
 def precision_of(given: MixedPrecision | torch.dtype | None) -> MixedPrecision | None:
-    """`mixed_precision=`, where a dtype stands for the one to compute in."""
+    """Return the precision of `mixed_precision=`; a dtype stands for the one to compute in."""
     if given is None or isinstance(given, MixedPrecision):
         return given
     if isinstance(given, torch.dtype) and given.is_floating_point:

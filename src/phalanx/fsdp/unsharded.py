@@ -1,4 +1,4 @@
-"""Unsharded parameters: what modules compute with, and when they may.
+"""Unsharded parameters: modules compute with them, in some states.
 
 A parameter group is in one of four states. Forward and backward passes go around the first three:
 
@@ -57,8 +57,8 @@ class UnshardState:
 
     group         its name, for messages
     now           one of the four states
-    on_backward   called when a backward pass comes to what the forward pass under way has computed
-                  from the group's parameters
+    on_backward   called when a backward pass comes to a tensor that the forward pass under way has
+                  computed from the group's parameters
     """
 
     __slots__ = ("group", "now", "on_backward")
@@ -155,7 +155,7 @@ _INSPECT = frozenset(
 
 
 def _only_inspects(func: Any) -> bool:
-    """Whether a torch function asks about a tensor, and not for its values."""
+    """Return whether a torch function asks about a tensor, and not for its values."""
     name = getattr(func, "__name__", "")
     if name in ("__set__", "__delete__"):
         return True
@@ -177,7 +177,7 @@ class Registration(NamedTuple):
 
 
 def registrations(model: nn.Module) -> list[Registration]:
-    """All of a model. A parameter that modules share has several."""
+    """Return all of a model. A parameter that modules share has several."""
     return [
         Registration(f"{prefix}.{attribute}".lstrip("."), module, attribute, parameter)
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -233,7 +233,7 @@ class ParameterSwap:
 
     @contextmanager
     def shards(self) -> Iterator[None]:
-        """In here modules have shards, also in a pass, or after one that an error has cut short."""
+        """Give modules shards in here, also in a pass, or after one that an error has cut short."""
         self._register(unsharded=False)
         try:
             yield

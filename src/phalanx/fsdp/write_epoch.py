@@ -5,10 +5,10 @@
                                         ^              ^
                     barrier: all read no more      barrier: all have written
 
-Only where ranks have the memory in common. Each rank writes its own part. It enters the first
-barrier when it begins to write, which says that it reads no more, and waits there for the others.
-It enters the second one when it has written, but waits for the others only before it reads again.
-So what a rank reads does not change until it begins to write itself.
+Only if ranks have the memory in common. Each rank writes its own part. It enters the first barrier
+when it begins to write, and so reads no more, and waits there for the others. It enters the second
+one when it has written, but waits for the others only before it reads again. So the values that a
+rank reads do not change until it begins to write itself.
 
 Elsewhere nobody but its rank sees a shard, and to write is only to note that unsharded parameters
 are out of date.
@@ -27,7 +27,7 @@ from phalanx.fsdp.parameter_group import ParameterGroup
 class WriteEpoch:
     """Counts the write epochs of one rank, and keeps their readers and writers apart.
 
-    number   how many there were; what a forward pass has read is of one of them
+    number   number of epochs so far; a forward pass reads the values of one of them
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class WriteEpoch:
             self.end(what)
 
     def begin(self, what: str) -> None:
-        """This rank reads no more, and is about to write. Blocks until the others are, too."""
+        """Begin to write: this rank reads no more. Blocks until the others do so, too."""
         self._depth += 1
         if self._writer is not None:
             return
@@ -71,7 +71,7 @@ class WriteEpoch:
         self._writer = what
 
     def end(self, what: str) -> None:
-        """This rank has written, and reads again."""
+        """End the write: this rank reads again."""
         self._depth -= 1
         if self._depth > 0:
             return
@@ -82,7 +82,7 @@ class WriteEpoch:
             self._say_written(what)
 
     def wait_for_writes(self) -> None:
-        """Before parameters are read: wait until what was written is there, on all ranks."""
+        """Wait, before parameters are read, until all ranks' writes are there."""
         barrier = self._shard_group.barrier
         if self._writer is not None:  # a step that failed, or one that computes a closure
             self._depth = 0

@@ -3,9 +3,9 @@
     bucket 0                     bucket 1
     [ head.bias | head.weight ]  [ body.bias | body.weight ]   flat memory, one dtype each
 
-Each gradient is a view into its bucket, so that it is averaged where it lies: by one all-reduce, or
-a compressor's messages. Where ranks share memory each reduces a slice of a bucket. Of that slice no
-other rank reads this one's contribution, which stays where autograd has put it:
+Each gradient is a view into its bucket, so it is averaged in place: by one all-reduce, or a
+compressor's messages. If ranks share memory, each reduces a slice of a bucket. No other rank reads
+this one's contribution to its own slice, which stays in the memory that autograd has given it:
 
     rank 0's bucket   [ own slice: the mean    | copied, for rank 1       ]
     rank 1's bucket   [ copied, for rank 0     | own slice: the mean      ]
@@ -54,9 +54,9 @@ LARGE = 1 << 20  # bytes from which on it pays to leave this rank's own slice in
 class Bucket:
     """Flat memory for tensors of the sizes of some others, such as gradients; of one dtype.
 
-    in_pieces   whether `put` leaves this rank's own slice, which nobody else reads, where it is
+    in_pieces   whether `put` leaves this rank's own slice, which nobody else reads, in place
     views       for each tensor its place in `flat`, in its shape
-    pieces      what is not in `flat` yet: the element where it belongs, and its values
+    pieces      values that are not in `flat` yet: the first element of their place, and they
     pending     the parameters whose gradients have not come in this pass
     """
 
@@ -79,7 +79,7 @@ class Bucket:
         self.pending = set(tensors)
 
     def put(self, parameter: Tensor) -> None:
-        """A parameter's gradient is complete: make it (None are zeros) a view of the bucket."""
+        """Make a parameter's complete gradient (None are zeros) a view of the bucket."""
         grad, view, start = parameter.grad, self.views[parameter], self._starts[parameter]
         low, high = self._own
         first, last = max(low - start, 0), min(high - start, view.numel())  # of its elements
@@ -106,7 +106,7 @@ class Bucket:
 def copy_others_part(place: Tensor, values: Tensor, first: int, last: int) -> Tensor:
     """Copy contiguous values but for elements `first` to `last`, which are returned: this rank's.
 
-    Nobody else reads these: they are reduced from where they are.
+    Nobody else reads these: they are reduced in place.
     """
     flat, values = place.view(-1), values.view(-1)
     flat[:first].copy_(values[:first])
@@ -137,7 +137,7 @@ def broadcast_all_(
 ) -> None:
     """Overwrite tensors with those of rank `root`, in place: their storage stays the same.
 
-    label   says in errors what this is; the same on every rank
+    label   its name in errors; the same on every rank
 
     Raises `UnsupportedOperationError`, with nothing sent, if one is on the meta device.
     """
@@ -194,7 +194,7 @@ class RequestExecutor:
         """Do the arithmetic before the first request and start that, in the background. None if
         there is no request.
 
-        label   what it is, in errors: ranks whose labels differ do not mean the same
+        label   its name in errors: ranks whose labels differ do not mean the same
         """
         request = next(rounds, None)
         return None if request is None else self._start(rounds, request, label)
@@ -247,7 +247,7 @@ class RequestExecutor:
 
 
 def bytes_of(request: Request, ranks: int) -> int:
-    """Bytes that each rank sends for a request."""
+    """Return the bytes that each rank sends for a request."""
     if isinstance(request, AllGather):
         return (ranks - 1) * request.tensor.nbytes
     times = 2 if isinstance(request, AllReduceMean) else 1
@@ -257,7 +257,7 @@ def bytes_of(request: Request, ranks: int) -> int:
 class GradientAveraging(RequestExecutor):
     """Averages buckets over the ranks, in place.
 
-    begin_bucket  a bucket is full: start what can be done while backward goes on
+    begin_bucket  a bucket is full: start the work that can be done while backward goes on
     finish        the pass is over: wait for all that has begun; then buckets hold averages
     end_pass      it is known whether the step counts
     means_of      all of this for some tensors
@@ -266,7 +266,7 @@ class GradientAveraging(RequestExecutor):
                  `begin_bucket`, the rest at the end, all buckets' messages of a round together.
                  None: an all-reduce
     names        by which the compressor knows the gradients of parameters
-    feedback     is told what the compressor leaves out, unless the compressor keeps that itself
+    feedback     takes the values that the compressor leaves out, unless that keeps them itself
     """
 
     def __init__(
@@ -284,7 +284,7 @@ class GradientAveraging(RequestExecutor):
 
     @property
     def in_pieces(self) -> bool:
-        """Whether this rank's own slice of a bucket is read where autograd has put it."""
+        """True if this rank's own slice of a bucket is read from autograd's memory."""
         backend = self._backend
         return self.compressor is None and backend.native is None and backend.shares_memory
 
@@ -302,7 +302,7 @@ class GradientAveraging(RequestExecutor):
         return self.begin(self.compressor.average_(named, self._member, self._feedback), label)
 
     def end_pass(self, averaged: Sequence[Bucket], *, skipped: bool) -> None:
-        """The pass is over: these are its averages, and its step counts unless it is skipped.
+        """End the pass, which has these averages; its step counts unless it is skipped.
 
         A step that is skipped leaves the compressor's state as it was. So does one whose averages
         are not finite, on every rank alike: a gradient scaler skips it.
@@ -319,10 +319,10 @@ class GradientAveraging(RequestExecutor):
         label: str,
         put: Callable[[Tensor, Tensor], object] = torch.Tensor.copy_,
     ) -> list[Bucket]:
-        """The means of tensors over the ranks, in new memory; blocks until they are there.
+        """Return the means of tensors over the ranks, in new memory; blocks until they are there.
 
-        put    `put(place, tensor)` writes what is to be averaged of a tensor into its place
-        label  says in errors what this is; ranks whose labels differ do not mean the same
+        put    `put(place, tensor)` writes the values to average of a tensor into its place
+        label  its name in errors; ranks whose labels differ do not mean the same
 
         All messages are under way together. The results are the same bits on every rank.
         """
@@ -372,7 +372,7 @@ def average_rows_(parameter: Tensor, ranks: int, divisor: int) -> Rounds:
 
 
 class RowGradient(Bucket):
-    """A gradient of such a parameter, for those who look into buckets at what is in them."""
+    """A gradient of such a parameter, for those who look into buckets at their gradients."""
 
     def __init__(self, parameter: Tensor) -> None:
         grad = parameter.grad if parameter.grad is not None else parameter.new_zeros(0)

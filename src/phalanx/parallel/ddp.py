@@ -59,7 +59,7 @@ class DDP(Wrapper):
     find_unused_parameters  a parameter that a rank's backward pass does not reach counts as zeros
                    there; its gradient stays None if no rank's pass reached it. Costs one small
                    message. Without it, such a parameter is an error that names it
-    skip_nonfinite          where gradients of a rank are infinite or NaN, every `.grad` of all
+    skip_nonfinite          if gradients of a rank are infinite or NaN, every `.grad` of all
                    ranks becomes None, so that `optimizer.step()` does nothing. A warning in the log
                    names the ranks and their first such parameters; so do `skipped_steps` and
                    `last_skip`. What `no_sync` accumulated before is dropped, too. Costs reading
@@ -72,15 +72,15 @@ class DDP(Wrapper):
     compression             send less: `ErrorFeedback(TopK(0.01))`, `PowerSGD(4)`, ...; see below
 
     # Notes
-    Gradients live in the buckets' memory, which the next backward pass writes again: clone what is
-    to be kept. A step of an optimizer in a hook, inside the pass, is a `MisuseError` on every rank.
+    Gradients live in the buckets' memory, which the next backward pass writes again: clone those
+    to keep. A step of an optimizer in a hook, inside the pass, is a `MisuseError` on every rank.
     A step sends 2(p-1)/p of the gradients' bytes from each of p ranks. `state_dict` and the names
     of parameters are those of the plain module, which is `.module`.
 
-    Only what backward passes add to `.grad` is averaged: `torch.autograd.grad`, and `backward` with
-    other `inputs=`, send nothing. Ranks that freeze or unfreeze parameters between two passes do it
-    alike, or a `DesyncError` names one. Sparse gradients (`nn.Embedding(sparse=True)`) are averaged
-    at the end of a pass, not compressed: each rank sends its rows, p-1 times.
+    Only additions of backward passes to `.grad` are averaged: `torch.autograd.grad`, and `backward`
+    with other `inputs=`, send nothing. Ranks have to freeze and unfreeze parameters alike, or a
+    `DesyncError` names one. Sparse gradients (`nn.Embedding(sparse=True)`) are averaged at the end
+    of a pass, not compressed: each rank sends its rows, p-1 times.
 
     Raises `DesyncError`, on every rank, if the ranks' models or options differ, naming the first
     parameter or option that does; `UnsupportedOperationError` if a parameter's dtype cannot be
@@ -88,8 +88,8 @@ class DDP(Wrapper):
 
     # Compression
     Buckets are averaged by a copy of the compressor, `.compression`, as they are at the end of a
-    pass: add up gradients of several passes under `no_sync`. What it remembers of each gradient
-    (what error feedback has left over) stays as it was if a pass fails, if its step is skipped, or
+    pass: add up gradients of several passes under `no_sync`. Its state for each gradient (the
+    residual of error feedback) stays as it was if a pass fails, if its step is skipped, or
     if the averages are not finite. Else it counts like a gradient: a rank that has no batch left
     still sends it. With a scaled loss (torch's GradScaler) it has that scale: call
     `.compression.scale_` when the scale changes. `state_dict` has this rank's, too, under keys of
@@ -211,7 +211,7 @@ class DDP(Wrapper):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in here only accumulate; the next one outside averages the sum."""
+        """Let backward passes in here only accumulate; the next one outside averages the sum."""
         before, self._reducer.synchronize = self._reducer.synchronize, False
         try:
             yield
@@ -219,17 +219,17 @@ class DDP(Wrapper):
             self._reducer.synchronize = before
 
     def weighted(self, loss: Tensor, samples: float) -> Tensor:
-        """The loss, which is a mean over this rank's `samples`, scaled to count with that weight.
+        """Return the loss, a mean over this rank's `samples`, scaled to count with that weight.
 
             loss = F.cross_entropy(ddp(x), y)
             ddp.weighted(loss, len(x)).backward()
 
-        The averaged gradients are then those of the joined batch, whatever each rank's share.
-        `samples` is whatever the loss is a mean over: rows, tokens, or a sum of weights. A rank
+        The averaged gradients are then those of the joined batch, for any share of each rank.
+        `samples` is the number behind the mean: rows, tokens, or a sum of weights. A rank
         with 0 of them contributes zeros, even if its loss is NaN; it runs forward and backward like
         the others (of an empty or any batch), or has left a `join` block.
 
-        Called once a backward pass, on the whole loss, by every rank; under `no_sync` too, where
+        Called once a backward pass, on the whole loss, by every rank; under `no_sync`, too: there
         each micro-batch becomes a joined one. Blocks for one message of 16 bytes. Raises
         ValueError unless `samples` is finite and not negative.
         """
@@ -249,9 +249,9 @@ class DDP(Wrapper):
         divide_by_initial_world_size: bool = False,
         throw_on_early_termination: bool = False,
     ) -> Iterator[None]:
-        """Training in here may have another number of batches on each rank; none at all, too.
+        """Let each rank train in here on its own number of batches; none at all, too.
 
-            def step():                      # whatever follows backward, without communication
+            def step():                      # the code after backward, without communication
                 optimizer.step()
                 optimizer.zero_grad()
 
@@ -308,25 +308,25 @@ class DDP(Wrapper):
     @property
     def bytes_sent(self) -> int:
         """Bytes of gradients that this rank has sent so far, as rings and direct messages send
-        them: 2(p-1)/p of what is all-reduced, what is gathered p-1 times, (p-1)/p of what is
-        exchanged. In shared memory ranks read them instead.
+        them: 2(p-1)/p of all-reduced ones, p-1 times the gathered ones, (p-1)/p of exchanged
+        ones. In shared memory ranks read them instead.
         """
         return self._averaging.bytes_sent
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps `skip_nonfinite` has skipped; the same on every rank."""
+        """Number of steps that `skip_nonfinite` has skipped; the same on every rank."""
         return self._finite.skipped if self._finite is not None else 0
 
     @property
     def last_skip(self) -> Skip | None:
-        """The last of them: its number, and on which ranks which parameter was not finite."""
+        """The last skipped step: its number, and by rank the parameter that was not finite."""
         return self._finite.last if self._finite is not None else None
 
     def sync_gradients(self) -> None:
         """Average gradients that were accumulated under `no_sync` and not averaged since.
 
-        Blocks until they are; every rank has to call it. Does nothing where there are none: after
+        Blocks until they are; every rank has to call it. Does nothing if there are none: after
         an ordinary `backward()` all gradients are final.
         """
         self._reducer.catch_up()

@@ -1,6 +1,6 @@
 """The norm of the gradients of a model that ranks share, and clipping by it.
 
-Who has the other parts is asked of the model's modules (`other_parts`):
+The model's modules tell the ranks with the other parts (`other_parts`):
 
     FSDP                        its shard group: each rank has a part of every parameter
     parallel layers             their ranks: each has a part of the parameters that are cut
@@ -54,8 +54,8 @@ def clip_grad_norm_(
     shard groups, the ranks of parallel layers, a pipeline's ranks; in none for DDP, NO_SHARD and
     LocalSGD, with which each rank clips its own model.
 
-    torch's function of this name finds another norm on each rank, and is refused where gradients
-    are parts. Raises `TypeError` for parameters in place of the model; `MisuseError` for a stage's
+    torch's function of this name finds another norm on each rank, and is refused if gradients are
+    parts. Raises `TypeError` for parameters in place of the model; `MisuseError` for a stage's
     layers without their pipeline.
     """
     if not isinstance(model, nn.Module):
@@ -111,7 +111,7 @@ def _norm_over_ranks(model: nn.Module, norm_type: float) -> Tensor:
 
 
 def _norm_here(gradient: Tensor, norm_type: float) -> Tensor:
-    """The norm of one tensor, which may be empty, or sparse; on its device."""
+    """Return the norm of one tensor, which may be empty, or sparse; on its device."""
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     if not values.numel():
         return values.new_zeros((), dtype=torch.float32)  # torch finds no largest one among none

@@ -5,7 +5,7 @@
     end of the pass         no more gradients come                    -> wait for all buckets
     all averaged            unused, not finite, drifted apart?        -> agree with the other ranks
 
-Buckets start in one order, the same on every rank, in whatever order gradients arrive. The first
+Buckets start in one order, the same on every rank, for any order of the gradients. The first
 pass fills them in reverse order of the parameters; then they are built anew in the order in which
 gradients arrived on rank 0.
 """

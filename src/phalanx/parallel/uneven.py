@@ -87,7 +87,7 @@ class Join:
 
     @property
     def leader(self) -> int:
-        """The first rank with a batch, whose buffers, and in the end parameters, count."""
+        """First rank with a batch, whose buffers, and in the end parameters, count."""
         return self.active[0]
 
     @property

@@ -1,7 +1,7 @@
 """`Wrapper`: a module around another one, with that one's names and state dict.
 
-Checkpoints and norms ask it which part of each parameter a rank holds (`Slice`); optimizers tell it
-when they write the parameters that it has claimed.
+Checkpoints and norms ask it for a rank's part of each parameter (`Slice`); optimizers tell it when
+they write the parameters that it has claimed.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Wrapper(nn.Module):
         self.register_load_state_dict_post_hook(_load_own)  # type: ignore[no-untyped-call]
 
     def attach(self) -> None:
-        """Register with the parameters (hooks, claims) what belongs to this wrapper, new or a copy.
+        """Register this wrapper's hooks and claims with the parameters; it is new, or a copy.
 
         Nothing is sent: perhaps only this rank makes a copy.
         """
@@ -95,7 +95,7 @@ class Wrapper(nn.Module):
         return copy
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The plain module's, and `own_state`, if there is any."""
+        """Return the plain module's, and `own_state`, if there is any."""
         return self._with_own(self.module.state_dict(*args, **kwargs), args, kwargs)
 
     def _with_own(self, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -104,15 +104,15 @@ class Wrapper(nn.Module):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Into the plain module; every rank has to load the same. `own_state` goes to its rank."""
+        """Load into the plain module, the same on every rank. `own_state` goes to its rank."""
         plain, own = without_own(state_dict)
         result = self.module.load_state_dict(plain, *args, **kwargs)
         self.load_own_state(own)
         return result
 
     def own_state(self) -> dict[str, Tensor]:
-        """What this rank alone holds besides parameters, by keys that name the rank, so that the
-        states of all ranks can be joined. Here what the compressor remembers:
+        """Return this rank's state besides parameters, by keys that name the rank, so that the
+        states of all ranks can be joined. Here the compressor's state:
         `compression@<rank>/<ranks>.<key>`; of `<replicas>x<shards>` ranks with FSDP's `hybrid`.
         """
         if self.compression is None:
@@ -125,8 +125,8 @@ class Wrapper(nn.Module):
         wrapper that averages; parameters are loaded already. Nothing is sent.
 
         For as many ranks as before, with gradients sharded alike, each needs its own only; else all
-        are needed, and what averages lack stays the same, to a rounding. A warning in the log says
-        what is missing. `SizeMismatchError` if it is of a model with other parameters, ValueError
+        are needed, and the sum of residuals stays the same, to a rounding. A warning in the log
+        names missing ones. `SizeMismatchError` if it is of another model's parameters, ValueError
         if it is damaged; the state stays as it was then.
         """
         if self.averages:
@@ -135,11 +135,11 @@ class Wrapper(nn.Module):
             load_own(self.compression, state, backend, sizes_of=sizes, sharding=sharding)
 
     def needs(self, keys: Iterable[str]) -> list[str]:
-        """Which keys of the joined `own_state` of all ranks `load_own_state` makes use of."""
+        """Return the keys of all ranks' joined `own_state` that `load_own_state` uses."""
         return needed(keys, self.backend, self._sharding)
 
     def means(self, *, timeout: float | None = None) -> Mapping[Tensor, Tensor]:
-        """What a checkpoint saves for parameters and buffers that differ between ranks, by tensor.
+        """Return a checkpoint's values of parameters and buffers that differ by rank, by tensor.
         Every rank calls it; it waits `timeout` seconds for the others. Here there are none.
         """
         return {}
@@ -153,32 +153,32 @@ class Wrapper(nn.Module):
         return named_plainly(self.module, "_buffers", *args, **kwargs)
 
     def slices(self) -> dict[str, Slice]:
-        """For each parameter, by its name in the plain module, what this rank's one holds of it.
+        """Return each parameter's part in this rank's one, by its name in the plain module.
 
-        Here all of it, in its own shape. A wrapper that splits parameters says which elements this
-        rank's `Parameter` of that name has, which is then of one dimension, and may be empty.
+        Here all of it, in its own shape. A wrapper that splits parameters gives the elements of
+        this rank's `Parameter` of that name, which is then of one dimension, and may be empty.
         """
         return {name: Slice.whole(tuple(p.shape)) for name, p in self.named_parameters()}
 
     def other_parts(self) -> tuple[Backend | None, Iterable[nn.Parameter]]:
-        """The ranks, if any, with other parts of these parameters, or others in their place."""
+        """Return the ranks, if any, with other parts of these parameters, or others instead."""
         return (self.backend if self.spreads else None), self.parameters()
 
     def writing(self) -> AbstractContextManager[None]:
-        """All ranks write their parameters in place in this context, which waits for their readers
-        first, and shows the others what was written at its end. Here nothing has to be done.
+        """Write parameters in place in here, on all ranks. The context waits for their readers
+        first, and shows the others the new values at its end. Here nothing has to be done.
         """
         return nullcontext()
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to write some of the parameters that this wrapper has claimed."""
+        """Take an optimizer's step as about to write parameters that this wrapper has claimed."""
         self._count_passes()
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """The optimizer has written them."""
+        """Take the optimizer's step as done."""
 
     def after_skip(self, optimizer: Optimizer) -> None:
-        """`GradScaler` has skipped its step, on all ranks."""
+        """Take the optimizer's step as skipped by `GradScaler`, on all ranks."""
         if self.compression is not None:
             self.compression.rollback()
 
@@ -201,7 +201,7 @@ class Wrapper(nn.Module):
 
 
 def walk(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """A module and all in it, each with the prefix of its names in the plain model.
+    """Yield a module and all in it, each with the prefix of its names in the plain model.
 
     A wrapper comes before the module that it holds, under the same prefix. A module that has two
     names comes twice.
@@ -218,7 +218,7 @@ def walk(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]
 def named_plainly(
     root: nn.Module, of: str, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, Any]]:
-    """Its parameters (of="_parameters") or "_buffers", by their names in the plain model."""
+    """Yield its "_parameters" or "_buffers" (of=...), by their names in the plain model."""
     seen: set[Tensor] = set()
     at = f"{prefix}." if prefix else ""
     for start, part in walk(root, at) if recurse else ((at, root),):
@@ -249,7 +249,7 @@ def _check_only_one(module: nn.Module, kind: type[Wrapper], rank: int) -> None:
 
 
 def _add_prefix(wrapper: Wrapper, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Let a module that holds a wrapper load what it saved: plain names, and `own_state`."""
+    """Let a module that holds a wrapper load its saved state: plain names, and `own_state`."""
     own = {}
     for key in [key for key in state if key.startswith(prefix)]:
         name = key[len(prefix) :]
@@ -261,7 +261,7 @@ def _add_prefix(wrapper: Wrapper, state: dict[str, Any], prefix: str, *_: object
 
 
 def _load_own(wrapper: Wrapper, _: object) -> None:
-    """When all parameters are loaded."""
+    """Load `own_state` after all parameters."""
     own, wrapper._to_load = wrapper._to_load, {}
     wrapper.load_own_state(own)
 
@@ -284,18 +284,18 @@ class _Claim:
 
 
 def claim(parameter: nn.Parameter, owner: Wrapper) -> None:
-    """From now on tell this owner of steps that write the parameter."""
+    """Tell this owner of steps that write the parameter, from now on."""
     setattr(parameter, _ATTRIBUTE, _Claim(owner))
 
 
 def release(parameter: nn.Parameter) -> None:
-    """From now on tell no owner."""
+    """Tell no owner from now on."""
     if hasattr(parameter, _ATTRIBUTE):
         delattr(parameter, _ATTRIBUTE)
 
 
 def owner_of(parameter: nn.Parameter) -> Wrapper | None:
-    """The owner that is told now, if there is one."""
+    """Return the owner that is told now, if there is one."""
     found = getattr(parameter, _ATTRIBUTE, None)
     return found.owner() if isinstance(found, _Claim) else None
 
@@ -339,22 +339,22 @@ class Slice(NamedTuple):
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Slice:
-        """All of a tensor of this shape."""
+        """Return all of a tensor of this shape."""
         return cls(tuple(shape), 0, prod(shape))
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing of the tensor is elsewhere."""
+        """True if this is the whole tensor."""
         return self.start == 0 and self.stop == prod(self.shape)
 
     @property
     def numel(self) -> int:
-        """How many elements this rank holds."""
+        """Number of elements that this rank holds."""
         return self.stop - self.start
 
 
 def slices_in(module: nn.Module) -> dict[Tensor, Slice]:
-    """Which part this rank has of each parameter that is in a wrapper, by the parameter."""
+    """Return this rank's part of each parameter that is in a wrapper, by the parameter."""
     found: dict[Tensor, Slice] = {}
     for _, wrapper in walk(module):
         if isinstance(wrapper, Wrapper) and not wrapper.spreads:

@@ -1,8 +1,8 @@
 """Tensor parallelism: layers of which each rank holds a part.
 
-shards           how a dimension is cut over ranks
+shards           the cut of a dimension over ranks
 functions        activations and gradients between ranks: f and g of the papers
-layer            what the parallel layers have in common
+layer            the common base of the parallel layers
 linear, embedding, cross_entropy
 parallelize      put parallel layers into an existing model
 state            the whole model's state, and whether the ranks are still equal

@@ -41,7 +41,7 @@ def parallel_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """The cross-entropy that `F.cross_entropy` gives for the joined logits, on every rank.
+    """Return the cross-entropy of `F.cross_entropy` for the joined logits, on every rank.
 
     logits           [..., V_r]: this rank's classes, as a `ColumnParallelLinear` of V outputs gives
     targets          [...], int64: classes from 0 to V - 1, the same on every rank
@@ -56,7 +56,7 @@ def parallel_cross_entropy(
     the largest of all ranks is subtracted before `exp`.
 
     Blocks for two all_reduces, of n and 2n float32 numbers for n rows (3n with label smoothing),
-    whatever V is. Backward sends nothing (n numbers where it is differentiated again). Raises,
+    for any V. Backward sends nothing (n numbers if it is differentiated again). Raises,
     before anything is sent, `ValueError` for shapes and options that do not fit, `IndexError` for a
     target that is no class; `SizeMismatchError`, on every rank, if the ranks' classes are no even
     cut of V.
@@ -160,7 +160,7 @@ def _all_reduce(values: Tensor, backend: Backend, op: ReduceOp = ReduceOp.SUM) -
 
 
 def _largest(z: Tensor, shard: _ClassShard) -> Tensor:
-    """The largest logit of each row, of all ranks."""
+    """Return the largest logit of each row, of all ranks."""
     m = z.amax(1)
     if shard.known:
         return _all_reduce(m, shard.backend, ReduceOp.MAX)
@@ -181,7 +181,7 @@ def _largest(z: Tensor, shard: _ClassShard) -> Tensor:
 def _target_places(
     y: Tensor, counts: Tensor, shard: _ClassShard, size: int
 ) -> tuple[Tensor, Tensor]:
-    """Which rows' targets this rank has, [n], and at which place, [n, 1]: 0 where it has none."""
+    """Return whether this rank has each row's target, [n], and its place, [n, 1]: 0 if not."""
     own = counts & (y >= shard.first) & (y < shard.first + size)
     return own, torch.where(own, y - shard.first, 0).unsqueeze(1)
 

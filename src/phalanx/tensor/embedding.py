@@ -74,7 +74,7 @@ class ParallelEmbedding(ParallelLayer):
     def from_embedding(
         cls, embedding: nn.Embedding, backend: Backend, **options: Any
     ) -> ParallelEmbedding:
-        """This rank's part of a plain embedding, which is not changed.
+        """Return this rank's part of a plain embedding, which is not changed.
 
         options   sequence_dim
 
@@ -87,7 +87,7 @@ class ParallelEmbedding(ParallelLayer):
         self.padding_idx = cast(nn.Embedding, plain).padding_idx
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The vectors, or this rank's part of their sequence. Blocks until all ranks call it."""
+        """Return the vectors, or their sequence's part here. Blocks until all ranks call it."""
         if tokens.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{self.label} takes tokens of int64 or int32, not {tokens.dtype}")
         lowest, highest = map(int, torch.aminmax(tokens)) if tokens.numel() else (0, 0)
@@ -107,16 +107,16 @@ class ParallelEmbedding(ParallelLayer):
 
     @property
     def num_embeddings(self) -> int:
-        """How many words all ranks have together."""
+        """Number of words of all ranks together."""
         return self.whole_size(0)
 
     @property
     def embedding_dim(self) -> int:
-        """How long a vector is."""
+        """Length of a word's vector: its features."""
         return self.whole_size(1)
 
     def extra_repr(self) -> str:
-        """The whole embedding's sizes, and this rank's part."""
+        """Return the whole embedding's sizes, and this rank's part."""
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.describe_part()}"
 
 
@@ -160,11 +160,11 @@ class SequenceParallelNorm(ParallelLayer):
 
     @classmethod
     def from_norm(cls, norm: nn.LayerNorm | nn.RMSNorm, backend: Backend) -> SequenceParallelNorm:
-        """A plain norm's parameters, copied. Blocks for a message of 8 bytes."""
+        """Copy a plain norm's parameters. Blocks for a message of 8 bytes."""
         return cls.from_plain(norm, backend, SequenceNormStyle())
 
     def shard_from(self, plain: nn.Module, *args: Any, **options: Any) -> None:
-        """The same with the kind of norm and its options."""
+        """Take a plain norm's part, and its kind and options, too."""
         super().shard_from(plain, *args, **options)
         norm = cast("nn.LayerNorm | nn.RMSNorm", plain)
         self.kind = type(norm)
@@ -174,7 +174,7 @@ class SequenceParallelNorm(ParallelLayer):
             self.register_parameter("bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The input, normalized. Sends nothing; backward does."""
+        """Normalize the input. Sends nothing; backward does."""
         weight: Tensor | None = self.weight
         bias: Tensor | None = self.bias
         if weight is not None and bias is not None:  # one message for both

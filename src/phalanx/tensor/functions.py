@@ -40,7 +40,7 @@ from phalanx.wire.memory import plain
 
 
 def copy_to_ranks(x: Tensor, backend: Backend, *, label: str = "copy_to_ranks") -> Tensor:
-    """`x`, which is the same on every rank, to be used by each in its own way.
+    """Return `x`, which is the same on every rank, to be used by each in its own way.
 
     Forward sends nothing; backward sums the ranks' gradients of it: an all_reduce of its bytes.
     """
@@ -48,7 +48,7 @@ def copy_to_ranks(x: Tensor, backend: Backend, *, label: str = "copy_to_ranks") 
 
 
 def reduce_from_ranks(x: Tensor, backend: Backend, *, label: str = "reduce_from_ranks") -> Tensor:
-    """The sum of every rank's `x`, to be used by all in the same way.
+    """Return the sum of every rank's `x`, to be used by all in the same way.
 
     Forward is an all_reduce; backward sends nothing.
     """
@@ -63,7 +63,7 @@ def scatter_to_ranks(
     cut: ShardSpec | None = None,
     label: str = "scatter_to_ranks",
 ) -> Tensor:
-    """This rank's shard, along `dim`, of an `x` that is the same on every rank.
+    """Return this rank's shard, along `dim`, of an `x` that is the same on every rank.
 
     Forward sends nothing; backward joins the shards' gradients: an all_gather.
     """
@@ -78,7 +78,7 @@ def gather_from_ranks(
     cut: ShardSpec | None = None,
     label: str = "gather_from_ranks",
 ) -> Tensor:
-    """The whole of which each rank has the shard `x`, to be used by all in the same way.
+    """Join the ranks' shards `x` to the whole, to be used by all in the same way.
 
     Forward is an all_gather (and one of 8 bytes, unless `cut` tells the sizes); backward takes
     this rank's shard of the gradient and sends nothing.
@@ -94,7 +94,7 @@ def gather_sequence(
     cut: ShardSpec | None = None,
     label: str = "gather_sequence",
 ) -> Tensor:
-    """The whole of which each rank has the shard `x`, to be used by each in its own way.
+    """Join the ranks' shards `x` to the whole, to be used by each in its own way.
 
     Forward is an all_gather (and one of 8 bytes, unless `cut` tells the sizes); backward sums the
     ranks' gradients of it and takes this rank's shard: a reduce_scatter.
@@ -110,7 +110,7 @@ def scatter_sum(
     cut: ShardSpec | None = None,
     label: str = "scatter_sum",
 ) -> Tensor:
-    """This rank's shard, along `dim`, of the sum of every rank's `x`.
+    """Return this rank's shard, along `dim`, of the sum of every rank's `x`.
 
     Forward is a reduce_scatter, backward an all_gather.
     """
@@ -129,7 +129,7 @@ def _move(*args: Any) -> Tensor:
 def _along(
     name: str, x: Tensor, dim: int, cut: ShardSpec | None, backend: Backend, label: str
 ) -> Tensor:
-    """A function that gathers shards, or gives one, along a dim that `x` has to have."""
+    """Apply a function that gathers shards, or gives one, along a dim that `x` has to have."""
     rank, gathers = backend.rank, name.startswith("gather")
     if not -x.dim() <= dim < x.dim():
         raise IndexError(f"{label}: a tensor of shape {list(x.shape)} has no dim {dim}")
@@ -162,7 +162,7 @@ def _along(
 
 
 def all_gather_shards(x: Tensor, cut: ShardSpec, dim: int, backend: Backend, label: str) -> Tensor:
-    """The whole of which every rank has a shard, cut along `dim`. Blocks."""
+    """Return the whole of the ranks' shards, cut along `dim`. Blocks."""
     sizes = cut.sizes()
     out = all_gather(_padded(x, max(sizes), dim).unsqueeze(0), backend, label=label)
     if _lies_in_rank_order(cut, sizes, dim):
@@ -174,7 +174,7 @@ def all_gather_shards(x: Tensor, cut: ShardSpec, dim: int, backend: Backend, lab
 def reduce_scatter_shards(
     x: Tensor, cut: ShardSpec, dim: int, backend: Backend, label: str
 ) -> Tensor:
-    """This rank's shard, cut along `dim`, of the sum of every rank's `x`. Blocks."""
+    """Return this rank's shard, cut along `dim`, of the sum of every rank's `x`. Blocks."""
     sizes = cut.sizes()
     longest = max(sizes)
     if _lies_in_rank_order(cut, sizes, dim):
@@ -188,7 +188,7 @@ def reduce_scatter_shards(
 
 @disable_dynamo()
 def sequence_cut(x: Tensor, dim: int, backend: Backend, label: str) -> ShardSpec:
-    """How the sequence is cut of which every rank has a shard. Blocks for a message of 8 bytes.
+    """Return the cut of a sequence that ranks have in shards. Blocks for a message of 8 bytes.
 
     A rank cannot know it: with 3 rows here, 2 ranks may have 5 or 6. Raises `SizeMismatchError`, on
     every rank, unless the sizes are those of a sequence that was cut.
@@ -208,14 +208,14 @@ def sequence_cut(x: Tensor, dim: int, backend: Backend, label: str) -> ShardSpec
 
 
 def _padded(x: Tensor, size: int, dim: int) -> Tensor:
-    """With zeros behind it, so that it is `size` long along `dim`."""
+    """Return `x` with zeros behind it, so that it is `size` long along `dim`."""
     missing = size - x.shape[dim]
     behind = x.dim() - 1 - dim % x.dim()
     return F.pad(x, [0, 0] * behind + [0, missing]) if missing else x
 
 
 def _lies_in_rank_order(cut: ShardSpec, sizes: list[int], dim: int) -> bool:
-    """Whether the whole is nothing but the shards one behind the other."""
+    """Return whether the whole is just the shards, one behind the other."""
     return dim == 0 and min(sizes) == max(sizes) and all(len(own) == 1 for own in cut.runs)
 
 

@@ -1,4 +1,4 @@
-"""What the parallel layers have in common: a plain layer of which each rank holds a part."""
+"""The common base of parallel layers: a plain layer of which each rank holds a part."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ SAME_MODEL = (
 
 
 class Split(NamedTuple):
-    """Along which dimension a parameter is cut, and how."""
+    """The dimension along which a parameter is cut, and the cut."""
 
     dim: int
     cut: ShardSpec
 
 
 class Style:
-    """How a plain layer becomes a parallel one: the parallel layer's options, for `parallelize`.
+    """The way from a plain layer to a parallel one: its options, for `parallelize`.
 
     takes   the kinds of plain layers that it knows; exactly these, since a subclass may do
             something else
@@ -45,7 +45,7 @@ class Style:
     makes: ClassVar[type[ParallelLayer]]
 
     def splits(self, plain: nn.Module, ranks: int) -> dict[str, Split]:
-        """How the parameters are cut; those that are not named are whole on every rank. Here all.
+        """Return the parameters' cuts; others are whole on every rank. Here all are.
 
         Raises `ValueError` if some rank would get nothing, or the options do not fit.
         """
@@ -56,8 +56,8 @@ class ParallelLayer(nn.Module):
     """A layer of which each rank of `backend` holds a part, under the plain layer's names.
 
     backend   the ranks that have the other parts; not copied by `deepcopy`
-    splits    how the parameters are cut; one that is not in here is whole, and equal, on every rank
-    label     which layer it is, in errors
+    splits    the parameters' cuts; one that is not in here is whole, and equal, on every rank
+    label     its name in errors
     """
 
     style: Style
@@ -75,7 +75,7 @@ class ParallelLayer(nn.Module):
 
     @classmethod
     def from_plain(cls, plain: nn.Module, backend: Backend, style: Style) -> Self:
-        """This rank's part of a plain layer. Blocks for a message of 8 bytes."""
+        """Return this rank's part of a plain layer. Blocks for a message of 8 bytes."""
         layer = cls.__new__(cls)
         ParallelLayer.__init__(layer, plain, backend, style)
         return layer
@@ -90,7 +90,7 @@ class ParallelLayer(nn.Module):
         label: str,
         tied: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({}),
     ) -> None:
-        """Be this rank's part of a plain layer: of a layer that is new. Nothing is sent.
+        """Make this new layer this rank's part of a plain one. Sends nothing.
 
         tied   this rank's parts of parameters that other layers have too
         """
@@ -108,17 +108,17 @@ class ParallelLayer(nn.Module):
         self.train(plain.training)
 
     def other_parts(self) -> tuple[Backend, list[nn.Parameter]]:
-        """The ranks that have the other parts, and the parameters that are cut."""
+        """Return the ranks that have the other parts, and the parameters that are cut."""
         own = (self._parameters[name] for name in self.splits)
         return self.backend, [parameter for parameter in own if parameter is not None]
 
     def whole_size(self, dim: int) -> int:
-        """How long the whole weight is along `dim`."""
+        """Return the whole weight's length along `dim`."""
         split = self.splits["weight"]
         return split.cut.total if split.dim == dim else cast(Tensor, self.weight).shape[dim]
 
     def describe_part(self) -> str:
-        """Which part of the weight this rank has, for `extra_repr`."""
+        """Return this rank's part of the weight as text, for `extra_repr`."""
         cut = self.splits["weight"].cut
         rank = self.backend.rank
         return f"rank {rank} of {self.backend.world_size}: {cut.sizes()[rank]} of {cut.total}"
@@ -135,7 +135,7 @@ class ParallelLayer(nn.Module):
             )
 
     def sum_over_ranks(self, x: Tensor, sequence_dim: int | None) -> Tensor:
-        """The sum of every rank's `x`, or this rank's part of its sequence along `sequence_dim`."""
+        """Return the sum of the ranks' `x`, or this rank's part of it along `sequence_dim`."""
         if sequence_dim is None:
             return reduce_from_ranks(x, self.backend, label=self.label)
         self.check_sequence_dim(x, sequence_dim)
@@ -152,7 +152,7 @@ class ParallelLayer(nn.Module):
 
 
 def described(plain: nn.Module) -> list[str]:
-    """A module's parameters and buffers, with hashes of their values, for `check_agreement`."""
+    """Return a module's parameters and buffers, with hashes of values, for `check_agreement`."""
     return [
         *(describe_with_values(name, value) for name, value in plain.named_parameters()),
         *(f"buffer {describe_with_values(name, value)}" for name, value in plain.named_buffers()),
@@ -160,8 +160,8 @@ def described(plain: nn.Module) -> list[str]:
 
 
 def checked_splits(plain: nn.Module, style: Style, ranks: int, label: str) -> dict[str, Split]:
-    """How a layer's parameters are cut. Raises, naming `label`, unless `plain` is a layer that the
-    style knows and can cut, and nothing else is attached to it.
+    """Return the cuts of a layer's parameters. Raises, naming `label`, unless `plain` is a layer
+    that the style knows and can cut, and nothing else is attached to it.
     """
     kinds = " or ".join(f"nn.{kind.__name__}" for kind in style.takes)
     if isinstance(plain, ParallelLayer):
@@ -201,7 +201,7 @@ def check_units(total: int, unit: int, ranks: int, what: str) -> None:
 
 
 def own_part(parameter: nn.Parameter, split: Split | None, rank: int) -> nn.Parameter:
-    """This rank's part, copied, so that the whole's memory can be freed; with the whole's hooks."""
+    """Return a copy of this rank's part, so that the whole can be freed; with the whole's hooks."""
     whole = parameter.detach()
     part = whole if split is None else split.cut.shard(whole, split.dim, rank)
     own = nn.Parameter(part.clone(), requires_grad=parameter.requires_grad)
@@ -211,6 +211,6 @@ def own_part(parameter: nn.Parameter, split: Split | None, rank: int) -> nn.Para
 
 
 def owners(module: nn.Module) -> dict[nn.Parameter, Backend]:
-    """For each parameter that is cut, the ranks that have the other parts."""
+    """Return for each parameter that is cut the ranks that have the other parts."""
     layers = [layer for layer in module.modules() if isinstance(layer, ParallelLayer)]
     return {p: layer.backend for layer in layers for p in layer.other_parts()[1]}

@@ -46,16 +46,16 @@ class _ParallelLinear(ParallelLayer):
 
     @property
     def in_features(self) -> int:
-        """How many features the whole layer's inputs have."""
+        """Number of features of the whole layer's inputs."""
         return self.whole_size(1)
 
     @property
     def out_features(self) -> int:
-        """How many outputs the whole layer has."""
+        """Number of the whole layer's outputs."""
         return self.whole_size(0)
 
     def extra_repr(self) -> str:
-        """The whole layer's sizes, and this rank's part."""
+        """Return the whole layer's sizes, and this rank's part."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, {self.describe_part()}"
@@ -80,7 +80,7 @@ class ColumnParallelLinear(_ParallelLinear):
     parts           the sizes of several layers in one, such as (width, width, width) for queries,
         keys and values: each is cut by itself, so a rank's outputs are its part of each, in order.
         (Three layers do as well, and cost three messages in backward)
-    unit            how many outputs stay together: a head's width, so that no head is torn
+    unit            number of outputs that stay together: a head's width, so that no head is torn
 
     # Notes
     Initial values are those of a plain layer with the same seed, cut: a plain layer is built first,
@@ -130,7 +130,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return cls.from_plain(linear, backend, ColumnStyle(**options))
 
     def forward(self, x: Tensor) -> Tensor:
-        """This rank's outputs, or all of them. Blocks where the class says that it sends."""
+        """Return this rank's outputs, or all. Blocks if it sends, as the class explains."""
         self.check_width(x, self.in_features, "It takes all features: see gather_output")
         backend, label, style = self.backend, self.label, self.style
         if style.sequence_dim is None:
@@ -161,7 +161,7 @@ class ColumnStyle(Style):
             object.__setattr__(self, "parts", tuple(self.parts))  # of a list, too
 
     def splits(self, plain: nn.Module, ranks: int) -> dict[str, Split]:
-        """The weight's rows, and the bias."""
+        """Return cuts of the weight's rows, and of the bias."""
         out_features = cast(nn.Linear, plain).out_features
         parts = (out_features,) if self.parts is None else self.parts
         if sum(parts) != out_features:
@@ -186,10 +186,10 @@ class RowParallelLinear(_ParallelLinear):
         with as many outputs gives; else it is the same on every rank, and cut here
     sequence_dim       give every rank its part of the sequence, which is cut along this dimension
         (sequence parallelism); else every rank gets the whole
-    unit               how many inputs stay together, as for the layer before
+    unit               number of inputs that stay together, as for the layer before
 
     # Notes
-    An example, initial values, `from_linear`, the names of parameters, what construction waits for,
+    An example, initial values, `from_linear`, the names of parameters, the wait of construction,
     and errors are as for `ColumnParallelLinear`.
 
     Forward sums the output, an all_reduce of its bytes; backward sends nothing if the input is
@@ -228,7 +228,7 @@ class RowParallelLinear(_ParallelLinear):
         return cls.from_plain(linear, backend, RowStyle(**options))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The output, or this rank's part of its sequence. Blocks until all ranks call it."""
+        """Return the output, or its sequence's part here. Blocks until all ranks call it."""
         backend, label, style = self.backend, self.label, self.style
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias

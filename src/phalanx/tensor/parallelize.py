@@ -64,7 +64,7 @@ def parallelize(module: nn.Module, backend: Backend, plan: Plan) -> nn.Module:
     model is wrapped (in DDP, over the ranks that have the same parts: `mesh["data"]`). Each rank
     keeps its part of the parameters that are cut, under the same names; all others are whole, and
     stay equal, since their gradients are equal. Code between the layers has to use the sizes of its
-    inputs: heads by `unflatten(-1, (-1, head_width))`. Dropout where activations are whole has to
+    inputs: heads by `unflatten(-1, (-1, head_width))`. Dropout of whole activations has to
     drop the same on every rank: seed the ranks alike, and let random functions between the layers
     draw equally many numbers on each (as they do if heads and features divide by the ranks).
 
@@ -77,7 +77,7 @@ def parallelize(module: nn.Module, backend: Backend, plan: Plan) -> nn.Module:
     from that part only, which cannot be seen here: norms have to be "sequence_norm", and others go
     through `copy_to_ranks` before they are used. `check_whole_parameters` finds forgotten ones.
 
-    Blocks for a message of 8 bytes: `DesyncError` names what differs between ranks, parameters'
+    Blocks for a message of 8 bytes: `DesyncError` names the difference between ranks, parameters'
     values too. Before that, and before anything is changed, raises `ValueError` for a pattern that
     matches nothing, two that disagree about a layer, a layer that cannot be cut over so many ranks;
     `UnsupportedOperationError` for a layer of a kind that the style does not know, or whose weights
@@ -129,7 +129,7 @@ def _check_arguments(module: nn.Module, plan: Plan, rank: int) -> None:
 
 
 def _match(module: nn.Module, plan: Plan) -> dict[str, Style]:
-    """The style for each layer that the plan names, in the model's order. Changes nothing."""
+    """Return the style of each layer in the plan, in the model's order. Changes nothing."""
     styles: dict[str, Style] = {}
     first: dict[nn.Module, tuple[str, Style]] = {}
     of_pattern = {p: STYLES[s] if isinstance(s, str) else s for p, s in plan.items()}
@@ -159,7 +159,7 @@ def _match(module: nn.Module, plan: Plan) -> dict[str, Style]:
 def _check_splits(
     module: nn.Module, styles: Mapping[str, Style], ranks: int
 ) -> dict[str, dict[str, Split]]:
-    """How each layer's parameters will be cut. Raises if one cannot be."""
+    """Return the cuts of each layer's parameters. Raises if one cannot be cut."""
     splits = {}
     for name, style in styles.items():
         parent = module.get_submodule(name.rpartition(".")[0])
@@ -177,7 +177,7 @@ def _check_splits(
 def _tied_parts(
     module: nn.Module, splits: Mapping[str, Mapping[str, Split]], rank: int
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """This rank's parts of those parameters that several layers have. Raises `MisuseError`."""
+    """Return this rank's parts of parameters that several layers have. Raises `MisuseError`."""
     users: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         users.setdefault(parameter, []).append(name)

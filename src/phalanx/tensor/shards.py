@@ -1,4 +1,4 @@
-"""How one dimension is cut over ranks: as evenly as it goes, the earlier shards one longer.
+"""The cut of one dimension over ranks: as even as possible, the earlier shards one longer.
 
 10 rows, 4 ranks               | 0 1 2 | 3 4 5 | 6 7 | 8 9 |
 parts=(6, 6), 3 ranks          | 0 1 , 6 7 | 2 3 , 8 9 | 4 5 , 10 11 |
@@ -21,7 +21,7 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Which elements of a dimension of `total` each rank has.
+    """The elements of a dimension of `total` that each rank has.
 
     runs   for each rank its ranges (start, end), which follow each other in its shard
     """
@@ -36,8 +36,8 @@ class ShardSpec:
         """Cut `total` elements; each of `parts` (which add up to it) by itself, in whole units.
 
         A rank's shard then has a piece of each part, in order: queries, keys and values that lie
-        one after the other in one layer stay so. `unit` elements stay together: a head's. Of what
-        does not divide the earlier ranks have one unit more; with too few, the later have none.
+        one after the other in one layer stay so. `unit` elements stay together: a head's. If units
+        do not divide, the earlier ranks have one more; with too few, the later have none.
         """
         runs: list[list[Run]] = [[] for _ in range(ranks)]
         start = 0
@@ -50,20 +50,20 @@ class ShardSpec:
         return cls(total, tuple(map(tuple, runs)))
 
     def sizes(self) -> list[int]:
-        """How many elements each rank has."""
+        """Return the number of each rank's elements."""
         return [sum(end - start for start, end in own) for own in self.runs]
 
     def shard(self, whole: Tensor, dim: int, rank: int) -> Tensor:
-        """What `rank` has of a tensor: a view where it is one run, else a copy."""
+        """Return the shard of `rank` of a tensor: a view if it is one run, else a copy."""
         pieces = [whole.narrow(dim, start, end - start) for start, end in self.runs[rank]]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
     def shards(self, whole: Tensor, dim: int) -> list[Tensor]:
-        """What each rank has of a tensor."""
+        """Return each rank's shard of a tensor."""
         return [self.shard(whole, dim, rank) for rank in range(len(self.runs))]
 
     def join(self, shards: Sequence[Tensor], dim: int) -> Tensor:
-        """The whole, from every rank's shard in rank order: the inverse of `shards`."""
+        """Return the whole, of every rank's shard in rank order: the inverse of `shards`."""
         pieces: list[tuple[Run, Tensor]] = []
         for own, shard in zip(self.runs, shards, strict=True):
             lengths = [end - start for start, end in own]
@@ -96,7 +96,7 @@ def shard_tensor(t: Tensor, n: int) -> list[Tensor]:
 
 
 def gather_shards(shards: Sequence[Tensor]) -> Tensor:
-    """Join what `shard_tensor` cut: exactly the tensor that it was, as a new one.
+    """Join the shards of `shard_tensor`: exactly the tensor that it was, as a new one.
 
     `[t]` with a tensor of no dimensions gives it back. Raises `ValueError` for no shards;
     `SizeMismatchError` (a ValueError) for shards whose dtypes, or shapes behind dim 0, disagree,

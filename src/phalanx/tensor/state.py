@@ -24,7 +24,7 @@ from phalanx.tensor.layer import ParallelLayer, Split, owners
 
 
 def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str, Any]:
-    """The state dict that the plain model would have: same keys, whole tensors.
+    """Return the state dict that the plain model would have: same keys, whole tensors.
 
     rank0_only   only rank 0 of each layer's group keeps it; the others get {}
 
@@ -102,7 +102,7 @@ def load_full_state_dict(
 
 
 def _cut_parameters(module: nn.Module) -> dict[str, tuple[Split, Backend]]:
-    """How parameters are cut, and the ranks with the other parts, by the key in the state dict."""
+    """Return the parameters' cuts, and the ranks with the other parts, by the state dict's keys."""
     return {
         prefix + own: (split, layer.backend)
         for prefix, layer in walk(module)

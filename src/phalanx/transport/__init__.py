@@ -1,1 +1,1 @@
-"""Transports: how bytes move between ranks, in one process, over TCP, in shared memory."""
+"""Transports: moving bytes between ranks, in one process, over TCP, in shared memory."""

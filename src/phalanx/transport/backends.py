@@ -41,12 +41,12 @@ FAREWELL = 5.0  # seconds that close() waits at most for sent bytes to leave
 
 
 class MeshBackend(Backend):
-    """One rank of a group whose ranks are processes, connected over TCP: what such backends share.
+    """One rank of a group whose ranks are processes, connected over TCP: the common base.
 
-    sharing   which ranks have memory in common: none; those of each host; all, which have to be on
-              one host
+    sharing   the ranks that have memory in common: none; those of each host; all, which have to be
+              on one host
     each_with_each  ranks up to which all are connected from the start
-    security  what is said about TLS, made of the token
+    security  the TLS settings, made of the token
     """
 
     sharing: ClassVar[Literal["none", "hosts", "all"]] = "none"
@@ -109,9 +109,9 @@ class MeshBackend(Backend):
     def _meet(self, endpoint: Endpoint, listener: socket.socket | None, *, fall_back: bool) -> None:
         """Connect to all other ranks, and attach the memory of those of this host.
 
-        Each rank tells the others where its directory is, attaches the directories of its host, and
-        then reports whether it could; nobody goes on before all have reported. So either all have
-        what they need, or all know which rank has not, and why.
+        Each rank tells the others the place of its directory, attaches the directories of its host,
+        and then reports success or failure. No rank goes on before all have reported. So either all
+        succeed, or all know which rank did not, and why.
         """
         rank, transport, mesh = self.rank, self._transport, self._transport.mesh
         domain, why_not = None, ""
@@ -158,7 +158,7 @@ class MeshBackend(Backend):
                 self.share(transport.shared(self.group))
 
     def _all_attached(self, problems: Mapping[int, str], *, fall_back: bool) -> bool:
-        """Whether every rank has attached what it should have.
+        """Return whether every rank has attached the memory of its host.
 
         If not, raises `BackendUnavailableError`; or, with `fall_back`, rank 0 logs a warning.
         """
@@ -179,7 +179,7 @@ class MeshBackend(Backend):
         return True
 
     def describe(self) -> str:
-        """Who is in this group, what connects its ranks, and where; a line for the log."""
+        """Return a line for the log: the group's ranks, their connections and hosts."""
         mesh, ranks = self._transport.mesh, Counter(self.topology).values()
         hosts = f"{len(ranks)} host{'s' if len(ranks) > 1 else ''}"
         if len(ranks) > 1:
@@ -196,7 +196,7 @@ class MeshBackend(Backend):
         )
 
     def close(self) -> None:
-        """Leave: whoever waits for this rank gets a `PeerLostError` that says that it left.
+        """Leave: peers that wait for this rank get a `PeerLostError` that says that it left.
 
         Waits until the bytes of completed sends have reached the peers' hosts, 5 seconds at most.
         If the ranks disagreed and no call of this rank has raised it, the log says so.
@@ -340,5 +340,5 @@ class CloseAtExit:
                 backend.close()
 
     def cancel(self) -> None:
-        """There is nothing to close any more."""
+        """Do nothing at exit: the backend is closed."""
         atexit.unregister(self)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class InProcessSwitch:
-    """What the ranks of one simulated group share: lock, queue of ready works, scheduler.
+    """The shared state of one simulated group: lock, queue of ready works, scheduler.
 
     scheduler   lets one rank run at a time; None: the operating system schedules their threads
     stored      memory that one rank has allocated and not all others have attached yet, by number
@@ -131,7 +131,7 @@ class SimulatedBackend(Backend):
     def create_group(
         cls, world_size: int, *, timeout: float = DEFAULT_TIMEOUT
     ) -> list[SimulatedBackend]:
-        """The backends of a new group, in rank order; each for a thread of its own.
+        """Return the backends of a new group, in rank order; each for a thread of its own.
 
         Raises `InvalidWorldSizeError` if `world_size` is less than 1.
         """
@@ -140,13 +140,13 @@ class SimulatedBackend(Backend):
 
     @property
     def switch(self) -> InProcessSwitch:
-        """What this group's ranks share."""
+        """The shared state of this group's ranks."""
         transport = self.engine.transport
         assert isinstance(transport, SimulatedTransport)
         return transport.switch
 
     def close(self) -> None:
-        """Leave: whoever waits for this rank, or will, gets a `PeerLostError` at once."""
+        """Leave: ranks that wait for this one, or will, get a `PeerLostError` at once."""
         self._leave(lost=False)
 
     def abort(self) -> None:
@@ -240,7 +240,7 @@ class CooperativeScheduler:
         self._take(rank)
 
     def leave(self, rank: int) -> None:
-        """This rank has returned, or failed: pass the turn on for good."""
+        """Pass the turn on for good: this rank has returned, or failed."""
         self._finished.add(rank)
         self.pass_on()
 
@@ -269,7 +269,7 @@ class CooperativeScheduler:
         self._take(rank)
 
     def wake(self, rank: int) -> None:
-        """A work of this rank has ended. Lock held."""
+        """Note that a work of this rank has ended. Lock held."""
         self._idle_looks = 0
         until = self._waiting.get(rank)
         if until is not None and until.over:
@@ -290,7 +290,7 @@ class CooperativeScheduler:
             self.over.set()
 
     def stop(self) -> None:
-        """One rank has failed: the others end where they wait, with `RankStopped`."""
+        """End the waits of all ranks with `RankStopped`: one rank has failed."""
         self._stopping = True
         for rank in list(self._waiting):
             del self._waiting[rank]
@@ -316,7 +316,7 @@ class CooperativeScheduler:
             )
 
     def _deadlock(self) -> None:
-        """No rank is ready: ranks that disagree get a `DesyncError`, the others all waits."""
+        """Fail all waits, as no rank is ready: with a `DesyncError` for ranks that disagree."""
         with self._switch.lock:
             for part in [part for each in self._waiting.values() for part in each.parts()]:
                 if part.is_collective and not part.over:
@@ -347,7 +347,7 @@ class CooperativeScheduler:
             self._switch.engines[0].run_ready()
 
     def _picture(self) -> str:
-        """Which ranks wait for whom, in what."""
+        """Return a text of the waits: rank, awaited ranks, operation."""
         parts = []
         for rank, wait in sorted(self._waiting.items()):
             whom = ", ".join(

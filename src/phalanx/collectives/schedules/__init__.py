@@ -1,7 +1,7 @@
 """Every collective algorithm, each written once: as a generator of rounds of messages.
 
-Start with `steps.py` (what a round is, and the rules that executors keep), then the ring in
-`linear.py`, the classic. `table.py` says which phases make which collective.
+Start with `steps.py` (rounds, and the rules that executors keep), then the ring in `linear.py`, the
+classic. `table.py` lists the phases of each collective.
 
     ring              linear.py            two neighbours, all links busy     large tensors
     direct            linear.py            all pairs at once, in rank order   reproducible sums

@@ -41,7 +41,7 @@ class Send(NamedTuple):
 
 
 class Recv(NamedTuple):
-    """The chunks [chunk, chunk + count) are overwritten by what comes from `peer`."""
+    """The chunks [chunk, chunk + count) are overwritten by a message from `peer`."""
 
     peer: int
     chunk: int
@@ -49,7 +49,7 @@ class Recv(NamedTuple):
 
 
 class Combine(NamedTuple):
-    """What comes from `peer` is reduced into the chunks [chunk, chunk + count)."""
+    """A message from `peer` is reduced into the chunks [chunk, chunk + count)."""
 
     peer: int
     chunk: int
@@ -134,7 +134,7 @@ def sparing(schedule: ScheduleFunction, spared: int) -> ScheduleFunction:
 def backwards(
     schedule: ScheduleFunction, take: type[Recv] | type[Combine] = Combine
 ) -> ScheduleFunction:
-    """The same algorithm from its end: who received a chunk sends it, to be reduced where it was.
+    """The same algorithm from its end: a chunk's receiver sends it back, to be reduced there.
 
     It makes a reduction of anything that spreads each chunk from one rank to all, and in which
     everybody receives it once. With `take=Recv` it gathers what had been scattered.
@@ -180,7 +180,7 @@ def picture(schedule: ScheduleFunction, size: int) -> str:
 
 
 def _messages(rank: int, ranks: tuple[Round, ...]) -> list[str]:
-    """The messages of one rank in one round, of which `ranks` is what every rank does."""
+    """Return the messages of one rank in one round; `ranks` has every rank's steps in it."""
     drawn = []
     for step in ranks[rank]:
         if type(step) is Send:

@@ -80,7 +80,7 @@ class Algorithm:
     """Whether the functions also take `hosts=`; else it is the same on all hosts."""
 
     def at_once(self, size: int) -> bool:
-        """Whether all contributions to a chunk meet in one round, to be reduced in rank order."""
+        """Return whether all contributions to a chunk meet in one round, reduced in rank order."""
         return self.reduce is not None and (size == 2 or self.name in ("direct", "star"))
 
     def schedule(self, rank: int, size: int) -> Schedule:
@@ -251,7 +251,7 @@ def schedule(
     root: int = 0,
     hosts: Hosts | None = None,
 ) -> Schedule:
-    """What `rank` of `size` does in a collective, both phases; `root` is for those that have one.
+    """Return the rounds of `rank` of `size` in a collective, both phases; `root` if it has one.
 
     hosts   for each rank the number of its host; None: all are on one
 

@@ -16,7 +16,7 @@ With h hosts of equally many ranks, 2(h-1)/h * n bytes leave each for an all-red
 if each host were one rank. Each level is a direct exchange: one round, and sums in rank order. All
 on one host, or one on each host, it is the direct exchange itself.
 
-What reduces is what spreads, run backwards: who got a chunk sends it, and who sent it reduces it.
+A reduction is a spread, run backwards: the receiver of a chunk sends it, and its sender reduces it.
 
     N. Karonis et al.: Exploiting hierarchy in parallel computer networks to optimize collective
     operation performance. IPDPS 2000.
@@ -149,7 +149,7 @@ def chunks_by_place(rank: int, size: int, *, hosts: Hosts | None = None) -> rang
 
 
 def chunks_away(size: int, *, hosts: Hosts | None = None) -> int:
-    """How many chunks a tensor with a root is cut into."""
+    """Return the number of chunks of a tensor with a root."""
     return len(_away_from_root(hosts, size).owners)
 
 

@@ -1,1 +1,1 @@
-"""Collectives in shared memory: a plan, and what carries it out."""
+"""Collectives in shared memory: a plan, and its executor."""

@@ -75,7 +75,7 @@ class ShmCollective:
         elsewhere: Elsewhere = (),
         counters: Counters | None = None,
     ) -> Iterator[Program]:
-        """This rank's part. It keeps the tensors alive.
+        """Yield this rank's part. It keeps the tensors alive.
 
         elsewhere  pieces of this rank's slice that are not in `source`
         counters   to be told of it, when all have come that this rank depends on
@@ -115,7 +115,7 @@ class ShmCollective:
             self._reduction.reduce(views, flat)
 
     def _views_of_slots(self, number: int) -> list[Tensor]:
-        """What this rank reduces of each slot: all of an all-reduce, which nobody passes on."""
+        """Return this rank's views of the slots: of an all-reduce whole, as nobody passes it on."""
         shared, plan, size = self.shared, self.plan, self.plan.itemsize
         start, stop = (0, plan.given) if plan.form.passed_on else plan.mine
         part, count = slice(start // size, stop // size), plan.given // size
@@ -132,7 +132,7 @@ class ShmCollective:
         elsewhere: Elsewhere,
         counters: Counters | None,
     ) -> Iterator[Program]:
-        """In place if all who give have shown their tensors; else staged."""
+        """Go on in place if all who give have shown their tensors; else staged."""
         shared, plan = self.shared, self.plan
         # Threads of torch that have no core of their own would wait for each other at every step.
         crowded = torch.get_num_threads() > max(1, shared.share_of_cores)
@@ -164,7 +164,7 @@ class ShmCollective:
         yield from self._staged(source, out)
 
     def _show(self, source: int, out: int) -> Descriptors | None:
-        """Where the others can read this rank's tensors; None if it has to stage them."""
+        """Return the places of this rank's tensors for the others; None if it has to stage them."""
         plan = self.plan
         if not plan.gives or (plan.form.passed_on and plan.form.to_root):
             return None
@@ -185,7 +185,7 @@ class ShmCollective:
     # In place -------------------------------------------------------------------------------
 
     def _in_place(self, given: list[Region], out: int, elsewhere: Elsewhere) -> Iterator[Program]:
-        """Read inputs, and collect results, where they are."""
+        """Read inputs and collect results, both in place."""
         shared, plan = self.shared, self.plan
         try:
             if plan.form.passed_on:
@@ -199,7 +199,7 @@ class ShmCollective:
         yield shared.epoch(last=True, places=None if is_read else ())
 
     def _pass_on(self, given: list[Region], out: int, elsewhere: Elsewhere) -> Iterator[Program]:
-        """Reduce a block of this rank's slice, and collect what the others have of theirs.
+        """Reduce a block of this rank's slice, and collect the others' blocks of theirs.
 
         A block that this rank writes has been read by the one that has reduced it, before they met.
         """
@@ -239,9 +239,9 @@ class ShmCollective:
     def _reduce_slice(
         self, at: Sequence[Region], out: int, first: int, last: int, elsewhere: Elsewhere
     ) -> None:
-        """Reduce bytes `first` to `last` of a slice, this rank's own part from where it is.
+        """Reduce bytes `first` to `last` of a slice, this rank's own part in place.
 
-        In steps, for the cache. `at` and `out` are where the slice begins.
+        In steps, for the cache. `at` and `out` are the addresses of the slice.
         """
         base, size, me = self.plan.mine[0], self.plan.itemsize, self.plan.place
         at_once = self.plan.thresholds.step
@@ -258,7 +258,7 @@ class ShmCollective:
     # Staged ---------------------------------------------------------------------------------
 
     def _staged(self, source: int, out: int) -> Iterator[Program]:
-        """Piece after piece. The first one is staged, and all have met."""
+        """Reduce piece after piece. The first one is staged, and all have met."""
         shared, plan = self.shared, self.plan
         for number, (collect, take, stage) in enumerate(plan.staged()):
             if number:
@@ -275,7 +275,7 @@ class ShmCollective:
             shared.leave_stage()
 
     def _stage(self, source: int, number: int) -> Iterator[Program]:
-        """Copy a piece of the input to the next part, when the others have read what was there."""
+        """Copy a piece of the input to the next part, when the others have read its last piece."""
         shared, plan = self.shared, self.plan
         if not plan.gives:
             return
@@ -291,7 +291,7 @@ class ShmCollective:
             copy(stage, source + first, min(plan.piece, plan.given - first))
 
     def _take(self, source: int, out: int, number: int, part: int) -> None:
-        """Reduce or copy a piece; what is passed on is reduced to this rank's staging memory."""
+        """Reduce or copy a piece; one to pass on is reduced to this rank's staging memory."""
         plan, me = self.plan, self.plan.place
         first = number * plan.piece
         start, stop = plan.mine
@@ -314,7 +314,7 @@ class ShmCollective:
             self._copy(at, out + first, length)
 
     def _collect(self, out: int, number: int, part: int) -> None:
-        """Copy what the others have reduced of a piece."""
+        """Copy the others' reduced parts of a piece."""
         piece = self.plan.piece
         for place, start, length in self.plan.others(number * piece, piece):
             copy(out + start, self._part_of(place, RESULTS + part), length)
@@ -325,7 +325,7 @@ class ShmCollective:
     # ----------------------------------------------------------------------------------------
 
     def _reduce(self, at: Sequence[Region], out: int, length: int) -> None:
-        """Reduce what lies there. Of ordinary memory, a block at a time is read into scratch."""
+        """Reduce these inputs. Of ordinary memory, a block at a time is read into scratch."""
         assert self._reduction is not None
         step, scratch, limits = self._step, 0, self.plan.thresholds
         read = sum(peer is not None for _, peer in at)
@@ -345,7 +345,7 @@ class ShmCollective:
             self._reduction.reduce(views, self._own_view(out + first, count))
 
     def _own_view(self, address: int, length: int) -> Tensor:
-        """Memory of this rank as a tensor.
+        """Return memory of this rank as a tensor.
 
         Of ordinary memory only a few views are remembered. The next tensor may lie elsewhere, and a
         small block of the heap that stays between large ones keeps them from being joined and used
@@ -359,8 +359,8 @@ class ShmCollective:
         return self._remember(self._own_views, KEPT_OF_OWN, address, length)
 
     def _view(self, address: int, length: int) -> Tensor:
-        """Shared memory, or scratch, as a tensor. It keeps nothing alive, and is used while the
-        memory is there.
+        """Return shared memory, or scratch, as a tensor. It keeps nothing alive, and is used while
+        the memory is there.
         """
         view = self._views.get((address, length))
         return self._remember(self._views, KEPT, address, length) if view is None else view

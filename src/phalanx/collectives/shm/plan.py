@@ -1,4 +1,4 @@
-"""The plan of a collective in shared memory: what each member writes, reads and waits for.
+"""The plan of a collective in shared memory: each member's writes, reads and waits.
 
 Each rank shows its input, and after an epoch reads that of the others. All members choose the same
 one of three algorithms, from sizes and from what all have shown:
@@ -124,9 +124,9 @@ THRESHOLDS = Thresholds()
 
 
 class Turn(NamedTuple):
-    """What a member does between two epochs, with the pieces of these numbers; in this order.
+    """A member's turn between two epochs, with the pieces of these numbers; in this order.
 
-    collect   copy what the others have reduced of it
+    collect   copy the others' reductions of it
     take      reduce or copy it, from all who give
     stage     copy it to the staging memory, for the others
     """
@@ -140,16 +140,16 @@ class Turn(NamedTuple):
 class ShmPlan:
     """One member's part in a collective, for tensors of one shape and dtype. Sizes are in bytes.
 
-    slices      where each member's slice lies in what is sliced or joined
+    slices      the range of each member's slice in the whole that is sliced or joined
     given       the size of an input
-    mine        what this member takes of an input: its slice of it, or all
+    mine        the range of an input that this member takes: its slice of it, or all
     longest     the most that any member takes of one
     givers      the places of those who give
     gives       whether this member does
     gets        whether it gets the result
     takes       whether it reads inputs: for its result, or for others who collect
     runs_ahead  whether members who only give go on before the others have taken it
-    waits_for   on whom an epoch of this member depends
+    waits_for   the members on whom an epoch of this member depends
     is_small    whether the algorithm is `small`; else it is `in place` if all have shown
     piece       the most of a slice that is staged at a time
     block       the most of a slice that is reduced between two epochs in place
@@ -179,18 +179,18 @@ class ShmPlan:
 
     @property
     def is_broadcast(self) -> bool:
-        """Whether the root stages a piece while the others copy the one before."""
+        """True if the root stages a piece while the others copy the one before."""
         return self.form.from_root and not self.form.sliced
 
     def others(self, first: int, most: int) -> Iterator[tuple[int, int, int]]:
-        """Of each other slice, from its byte `first` on: (member, where that is, length)."""
+        """Yield of each other slice, from its byte `first` on: (member, place of that, length)."""
         for place, (start, stop) in enumerate(self.slices):
             length = min(most, stop - start - first)
             if place != self.place and length > 0:
                 yield place, start + first, length
 
     def staged(self) -> Iterator[Turn]:
-        """What this member does between epochs if inputs are staged; first an epoch for piece 0.
+        """Yield the turns between epochs if inputs are staged; first comes an epoch for piece 0.
 
         The last piece is collected behind an epoch of its own.
         """
@@ -204,16 +204,16 @@ class ShmPlan:
             )
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """What this member reduces of its slice before each epoch in place: (first, last) byte.
+        """Yield the (first, last) byte of its slice to reduce before each epoch in place.
 
-        As many for each member: `last` is below `first` where its slice is shorter.
+        As many for each member: `last` is below `first` if its slice is shorter.
         """
         length = self.mine[1] - self.mine[0]
         for first in range(0, self.longest, self.block):
             yield first, min(first + self.block, length)
 
     def bytes_read(self, by: int, giver: int, root: int) -> int:
-        """How many bytes one member reads of another one's memory."""
+        """Return the number of bytes that one member reads of another one's memory."""
         form = self.form
         gets, gives = by == root or not form.to_root, giver == root or not form.from_root
         if not gives or not (gets or form.passed_on):
@@ -270,7 +270,7 @@ def make_shm_plan(key: Key, shared: SharedGroup, thresholds: Thresholds) -> ShmP
 
 
 def _pays_to_read(form: Form, given: int, shared: SharedGroup, at: Thresholds) -> bool:
-    """Whether an input of ordinary memory is read where it lies, and not staged."""
+    """Return whether an input of ordinary memory is read in place, and not staged."""
     if form.reduced:
         most = at.crowded_to if shared.share_of_cores == 0 else given
         return at.reduced_from <= given <= most

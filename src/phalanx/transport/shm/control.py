@@ -1,8 +1,8 @@
-"""A control block: what one rank shows to the other members of a group, and what it sees of them.
+"""A control block: one rank's memory for the other members of a group, and its view of theirs.
 
-Each member has one in its own memory, in which only it writes: a flag, what it is doing, slots for
-small tensors and staging memory for others (`peer_slot.py` has the layout, `epoch.py` what a flag
-says, `run_ahead.py` which slot is used when).
+Each member has one in its own memory, in which only it writes: a flag, its operation, slots for
+small tensors and staging memory for others (`peer_slot.py` has the layout, `epoch.py` the meaning
+of a flag, `run_ahead.py` the use of slots).
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ PATIENCE = 200e-6  # seconds that a rank spins before it parks
 
 
 class ControlBlock(SharedGroup):
-    """One rank's, for one group, or for those of its members on this rank's host.
+    """One rank's control block for one group, or for the group's members on this rank's host.
 
     ranks      those members, as ranks of the whole job; a member's place is its number among them
     mine       this rank's own peer slot; `words` are its words
-    slots_of   what each of them shows, this rank included; None: it has not made the group yet
+    slots_of   the peer slot of each, this rank included; None: it has not made the group yet
     known      those of the others that have
-    run_ahead  which entry, slot and part of the staging memory this rank uses next
+    run_ahead  the entry, slot and part of the staging memory that this rank uses next
     met        all others are known to have raised their flags as high
     late       the words of the member that this rank has waited for last; None: for nobody
     """
@@ -103,7 +103,7 @@ class ControlBlock(SharedGroup):
         domain.directory.add_control_block(group, number, offset)
 
     def peer(self, place: int) -> PeerSlot:
-        """The peer slot of a member that has arrived at an epoch of this group before."""
+        """Return the peer slot of a member that has arrived at an epoch of this group before."""
         slot = self.slots_of[place]
         assert slot is not None
         return slot
@@ -136,7 +136,7 @@ class ControlBlock(SharedGroup):
         return FlagWait(self, self.run_ahead.half_free)
 
     def have_met(self, value: int) -> bool:
-        """Whether all others are as far, without waiting."""
+        """Return, without waiting, whether all others have raised their flags as high."""
         flags = self._flags.get(None) or self._find(None)
         if flags is not None:
             self.met = max(self.met, min(words[FLAG] for words in flags))
@@ -199,7 +199,7 @@ class ControlBlock(SharedGroup):
     def find_ordinary(self, address: int) -> Location | None:
         """See `SharedGroup`. The kernel does not copy what a device's driver has mapped.
 
-        So page-locked memory may not be read. Others could not read what this rank cannot read so.
+        So page-locked memory may not be read: others cannot read it either, if this rank cannot.
         """
         known = self._can_be_read.get(address)
         if known is None:
@@ -268,7 +268,7 @@ class ControlBlock(SharedGroup):
         return True
 
     def find_peer(self, place: int) -> PeerSlot | None:
-        """The peer slot of a member, if it has made the group by now."""
+        """Return the peer slot of a member, if it has made the group by now."""
         peer = self._domain.local_peers[self.ranks[place]]
         slot = self.slots_of[place] = peer_slot(peer, self.group)
         if slot is not None:
@@ -276,7 +276,7 @@ class ControlBlock(SharedGroup):
         return slot
 
     def _find(self, places: Places) -> list[memoryview] | None:
-        """The words of these members, if all of them have made the group."""
+        """Return the words of these members, if all of them have made the group."""
         others = places
         if others is None:
             others = tuple(place for place in range(self.size) if place != self.place)
@@ -293,9 +293,9 @@ class ControlBlock(SharedGroup):
         self.fence()
 
     def broken(self, value: int) -> list[int]:
-        """The members, as global ranks, that have given up at this epoch or before.
+        """Return the members, as global ranks, that have given up at this epoch or before.
 
-        What was read before from any other member was not overwritten meanwhile.
+        Earlier reads from any other member are valid: that memory was not overwritten meanwhile.
         """
         if WEAK_ORDER:
             self.fence()
@@ -307,13 +307,13 @@ class ControlBlock(SharedGroup):
 
     @override
     def close(self) -> None:
-        """This rank leaves the group. The memory stays until the others have left, too."""
+        """Leave the group. The memory stays until the others have left, too."""
         self.have_met(self.words[FLAG])  # finds those who have made it by now
         self.words[CLOSED] = 1
         self._domain.closed.append(self._give_back)
 
     def _give_back(self) -> bool:
-        """Free its memory, if all have closed the group, so that nobody reads it; whether so."""
+        """Free its memory if all have closed the group: nobody reads it. Return whether it did."""
         for place, rank in enumerate(self.ranks):
             if place == self.place:
                 continue

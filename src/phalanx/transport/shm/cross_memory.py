@@ -1,15 +1,15 @@
 """Cross-memory attach (CMA): reading the ordinary memory of another process of this host.
 
-The kernel copies it, `process_vm_readv(2)`: one copy, by who wants it, where staging takes two. It
-is allowed to who may trace the other process, `ptrace(2)`: processes of one user, and where Yama is
-in use (`/proc/sys/kernel/yama/ptrace_scope` is 1, as in Ubuntu), only if the other process has said
-so. Whether it works is tried when ranks meet. Where it does not, tensors are staged.
+The kernel copies it, `process_vm_readv(2)`: one copy, by the reader; staging takes two.
+A process may do so if it may trace the other one, `ptrace(2)`: processes of one user, and with Yama
+(`/proc/sys/kernel/yama/ptrace_scope` is 1, as in Ubuntu), only if the other process has allowed it.
+Ranks try it when they meet. If it does not work, tensors are staged.
 
 The kernel looks up every page that it copies from. On some machines, virtual ones above all, that
 takes longer than the second copy of staging, so it is timed, too (`reading_pays`).
 
-    PHALANX_CMA=auto    used where the kernel allows it, and it is fast enough: the default
-    PHALANX_CMA=allow   used where the kernel allows it; this process also says that any process of
+    PHALANX_CMA=auto    used if the kernel allows it, and it is fast enough: the default
+    PHALANX_CMA=allow   used if the kernel allows it; this process also says that any process of
                         its user may trace it
     PHALANX_CMA=off     not used
 
@@ -64,7 +64,7 @@ class ProcessMemory:
 
 
 def cma_setting(environ: Mapping[str, str] = os.environ) -> str:
-    """What `PHALANX_CMA` says. Raises `BackendUnavailableError` for what it does not have."""
+    """Return the value of `PHALANX_CMA`. Raises `BackendUnavailableError` for an unknown one."""
     setting = environ.get(VARIABLE, "") or "auto"
     if setting not in ("auto", "allow", "off"):
         raise BackendUnavailableError(f"{VARIABLE} must be auto, allow or off, not {setting!r}")
@@ -84,10 +84,10 @@ COPIES = 2  # by staging, where reading takes one
 
 
 def reading_pays() -> bool:
-    """Whether this process is read faster than it would copy the same memory as often as staging.
+    """Return whether reading this process is faster than the copies of staging.
 
-    So it is on the whole host, as far as kernel and machine decide. The least of a few times
-    counts, which others who want the processor do not change.
+    That holds for the whole host, as far as kernel and machine decide. The least of a few times
+    counts, which other processes on the processor do not change.
     """
     memory, copy = (ctypes.create_string_buffer(TIMED) for _ in range(2))
     there, here = ctypes.addressof(memory), ctypes.addressof(copy)
@@ -110,7 +110,7 @@ def _least_time(do: Callable[[], object]) -> float:
 
 @cache
 def _process_vm_readv() -> ctypes._NamedFuncPointer:
-    """The function of the C library. Raises OSError where it has none."""
+    """Return the function of the C library. Raises OSError if it has none."""
     try:
         function = ctypes.CDLL(None, use_errno=True).process_vm_readv
     except AttributeError:

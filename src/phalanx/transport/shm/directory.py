@@ -1,12 +1,12 @@
-"""The directory: where one rank publishes which memory it shows to the others of its host.
+"""The directory: one rank's list of the memory that it shows to the others of its host.
 
 It lies at the beginning of a rank's first segment, which all local peers attach in the
 rendezvous, and has a fixed layout; only its owner writes in it:
 
   word    0          1 while this rank is parked, and wants a byte in its wakeup pipe
-          1          how often a control block was added or removed
-          2          how many entries for control blocks have been used
-          3, 4       where the directory is in its process's memory; a random number
+          1          number of times that a control block was added or removed
+          2          number of entries for control blocks that have been used
+          3, 4       address of the directory in its process's memory; a random number
           5          1 if this rank can read the ordinary memory of all its local peers, and gains
           6, 7       the job's number; the descriptor of its wakeup pipe's writing end
           8 ...      segments: file descriptor, size
@@ -43,7 +43,7 @@ ROOM = 1 << 30
 
 
 class Directory:
-    """This rank's own, at the beginning of a segment; behind it come `rings` bytes for these."""
+    """This rank's directory, at the beginning of a segment; `rings` bytes for rings follow."""
 
     def __init__(self, rings: int = 0) -> None:
         self.segment = Segment.create(SIZE + rings + ROOM)
@@ -118,7 +118,7 @@ class LocalPeer(dict[int, Segment]):
         return segment
 
     def is_readable(self) -> bool:
-        """Whether the ordinary memory of its process can be read here."""
+        """Return whether the ordinary memory of its process can be read here."""
         found = ctypes.c_uint64()
         try:
             self._memory.read(ctypes.addressof(found), self.words[HERE] + 8 * PROOF, 8)
@@ -134,7 +134,7 @@ class LocalPeer(dict[int, Segment]):
             raise UnreadableError(self.rank, error) from error
 
     def control(self, group: int) -> tuple[int, int] | None:
-        """Segment and offset of its control block for a group, if it has one by now."""
+        """Return segment and offset of its control block for a group, if it has one by now."""
         while self.words[EDITION] != self._edition:
             self._edition = self.words[EDITION]
             self._fence()
@@ -167,13 +167,13 @@ WEAK_ORDER = platform.machine() not in ("x86_64", "AMD64")
 
 
 def make_fence() -> Callable[[], None]:
-    """A full memory fence: what is written before it is seen before what is read after it.
+    """Make a full memory fence: writes before it are seen before any read after it.
 
     Taking a lock is one: on x86-64 it is an instruction that locks the bus, behind which no load
-    passes a store. Elsewhere taking a lock only keeps what follows behind it, and giving it back
-    what went before in front; so it takes two locks, one after the other, as between the release of
-    the first and the acquisition of the second nothing moves either way (Arm's load-acquire is not
-    reordered with an earlier store-release).
+    passes a store. Elsewhere taking a lock only holds back later accesses, and releasing it only
+    earlier ones. So it takes two locks, one after the other: nothing moves either way between the
+    release of the first and the acquisition of the second (Arm's load-acquire is not reordered with
+    an earlier store-release).
     """
     lock, second = threading.Lock(), threading.Lock()
 

@@ -1,10 +1,10 @@
-"""The host domain: what the ranks of one host share, as one of them sees it.
+"""The host domain: the shared memory of one host's ranks, as one of them sees it.
 
     arena            the memory that this rank shows to the others
-    directory        where that memory is, for them to read (directory.py)
+    directory        the place of that memory, for them to read (directory.py)
     local peers      the other ranks of the host: their directories, and their wakeup pipes
     ring buffers     large messages to each of them (ring.py)
-    control blocks   for each group, what its members show each other (control.py)
+    control blocks   for each group, the memory that its members show each other (control.py)
 
 A rank that waits for a flag spins for a short while, and then parks: it sets a word in its
 directory and sleeps until its wakeup pipe is readable. A rank that raises a flag writes a byte to
@@ -46,11 +46,11 @@ from phalanx.wire.control import Address
 
 
 class HostDomain:
-    """One rank's view of it. All methods are called with the engine's lock held.
+    """One rank's view of its host. All methods are called with the engine's lock held.
 
     memory, wakeup_end   file descriptors in this process, for the others to open: the directory's
                          memory, and the writing end of the wakeup pipe
-    stalled              ring buffers that were full, and what to do when they are not
+    stalled              ring buffers that were full, and the functions to call when they are not
     begins_to_wait       called when a ring buffer begins to wait for a peer
     closed               groups that were closed: each takes back its memory, and says whether it
                          could yet
@@ -83,7 +83,7 @@ class HostDomain:
         self.local_peers[rank] = LocalPeer(rank, process, memory, wakeup, self.directory)
 
     def attach(self, addresses: list[Address], *, one_host: bool) -> str:
-        """Attach the memory of the ranks of this host; returns what went wrong, or "".
+        """Attach the memory of the ranks of this host. Return the problem, or "".
 
         one_host   whether all ranks have to be on it
         """
@@ -109,12 +109,12 @@ class HostDomain:
         return ""
 
     def try_reading(self) -> None:
-        """Try to read the ordinary memory of all local peers, and say whether this rank can."""
+        """Try to read the ordinary memory of all local peers, and publish the result."""
         can = all(peer.is_readable() for peer in self.local_peers.values())
         self.directory.words[READS] = int(can)
 
     def can_read(self, address: int) -> bool:
-        """Whether this process can be read there as peers would."""
+        """Return whether this process can be read there as peers would."""
         byte = ctypes.c_char()
         try:
             self._memory.read(ctypes.addressof(byte), address, 1)
@@ -123,12 +123,12 @@ class HostDomain:
         return True
 
     def ring(self, peer: int) -> RingBuffer | None:
-        """The ring buffers to and from a rank of this host, once its memory is attached."""
+        """Return the ring buffers to and from a rank of this host, if its memory is attached."""
         local_peer = self.local_peers.get(peer)
         return RingBuffer(self, local_peer) if local_peer is not None else None
 
     def shared(self, group: Members) -> ControlBlock | None:
-        """What the members of a group that are on this host share, if there are others."""
+        """Return the shared memory of a group's members on this host, if there are others."""
         here = group.here
         ranks = tuple(rank for rank in group.ranks if rank == here or rank in self.local_peers)
         if len(ranks) == 1:
@@ -137,22 +137,22 @@ class HostDomain:
         return ControlBlock(self, group.id, ranks, here)
 
     def source(self) -> Source:
-        """A source of memory that ranks of this host have in common."""
+        """Return a source of memory that ranks of this host have in common."""
         return Piece()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialized tensor in memory that this rank shows to the others."""
+        """Return an uninitialized tensor in memory that this rank shows to the others."""
         return self.arena.empty(shape, dtype)
 
     def detach(self) -> None:
-        """In a child that was forked: what it writes there stays in it."""
+        """Keep a forked child's writes to itself."""
         for segment in self.arena.segments:
             segment.detach()
 
     # Waiting --------------------------------------------------------------------------------
 
     def running(self) -> int:
-        """How many threads of this host are running or want to, at this moment; 0: not known."""
+        """Return the number of this host's threads that run or want to now; 0: not known."""
         if self._load is None:
             return 0
         return int(os.pread(self._load, 64, 0).split()[3].partition(b"/")[0])
@@ -175,7 +175,7 @@ class HostDomain:
 
     @property
     def is_parked(self) -> bool:
-        """Whether this rank has said that it sleeps."""
+        """True if this rank has said that it sleeps."""
         return self.directory.words[ASLEEP] != 0
 
     def unpark(self) -> None:
@@ -183,7 +183,7 @@ class HostDomain:
         self.directory.words[ASLEEP] = 0
 
     def on_wakeup(self, readable: bool, writable: bool) -> None:
-        """The wakeup pipe is readable (from the reactor): empty it."""
+        """Empty the wakeup pipe, which is readable (from the reactor)."""
         with suppress(BlockingIOError):
             while os.read(self.wakeup, 4096):
                 pass
@@ -200,7 +200,7 @@ class HostDomain:
 
 
 def _load_average() -> int | None:
-    """The file that says how many threads are running, open; None where there is none."""
+    """Return the open file with the number of running threads; None if there is none."""
     try:
         return os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -1,9 +1,9 @@
 """The steps of collectives in shared memory: waiting for flags, and epochs.
 
-An *epoch*: a member writes what it shows, raises its flag, and goes on when the members that it
-depends on have raised theirs as high. So after the nth epoch it may read what they have shown
-before it. Most depend on all, so nobody is more than one epoch ahead: what was shown before the
-epoch before last has been read, and its memory may be written again.
+An *epoch*: a member writes its data, raises its flag, and goes on when the members that it depends
+on have raised theirs as high. So after the nth epoch it may read the data that they wrote before
+it. Most depend on all, so nobody is more than one epoch ahead: data from before the epoch before
+last has been read, and its memory may be written again.
 
 Memory order: the data is written, then the flag; the other side reads the flag, then the data.
 x86-64 keeps the order of stores, and that of loads; elsewhere a fence stands between the two on
@@ -55,7 +55,7 @@ class FlagWait(Step):
     def block(self, seconds: float) -> bool:
         """Spin a short while, with the lock held: most waits are shorter than it takes to park.
 
-        Not where another rank needs the core.
+        Do not if another rank needs the core.
         """
         return self.control.share_of_cores > 0 and self.control.spin(self.value, self.places)
 
@@ -90,7 +90,7 @@ class ShmEpoch(FlagWait):
     first    whether a collective begins with it
     last     whether it ends one in which members' own tensors were read: a member that has given
              up, and may have written its tensors, then counts as absent, whatever its flag
-    shown    with `first`: where this rank's input and result lie, if others can read them there
+    shown    with `first`: places of this rank's input and result, if others can read them there
     """
 
     __slots__ = ("_first", "_last", "_rolling_hash", "_shown")
@@ -113,7 +113,7 @@ class ShmEpoch(FlagWait):
 
     @override
     def begin(self, call: Call) -> None:
-        """Show what was written, and arrive.
+        """Publish the written data, and arrive.
 
         The entry has the rolling hash of all collectives so far, not the fingerprint of this one:
         ranks that diverged before may do the same thing now, and a flag may overtake the message
@@ -144,7 +144,7 @@ class ShmEpoch(FlagWait):
 
     @override
     def ready(self, *, spin: float = 0.0) -> bool:
-        """Whether they have arrived; if asked to spin, with the same rolling hash, too."""
+        """Return whether they have arrived; if asked to spin, with the same rolling hash, too."""
         control, value = self.control, self.value
         if not spin:
             return super().ready()

@@ -1,12 +1,12 @@
 """A peer slot: one member's control block, as another member sees it.
 
 words          of 64 bits, in cache lines of their own
-flag           at how many epochs of the group it has arrived
+flag           number of the group's epochs at which it has arrived
 staged         segment + 1 and offset of its staging memory, once it has some
 closed         1 when it has closed the group
 broken         the epoch at which it had arrived when a collective failed there; 0: none has
 entries        used in turn: the rolling hash up to the collective; segment + 1 (0: staged)
-               and offset of what it gives, or `ORDINARY` + 1 and its address in its process;
+               and offset of its input, or `ORDINARY` + 1 and its address in its process;
                the same of its result
 slots          for small collectives: two used in turn, then one for each entry
 """
@@ -46,20 +46,20 @@ class PeerSlot:
         self._slots = offset + SLOTS
 
     def slot(self, number: int, count: int, dtype: torch.dtype) -> Tensor:
-        """Its memory for a small tensor."""
+        """Return its memory for a small tensor."""
         return tensor_at(self.slot_address(number), count, dtype, keeping=self._segment)
 
     def slot_address(self, number: int) -> int:
-        """The address of that memory in this process."""
+        """Return the address of that memory in this process."""
         return self._segment.start + self._slots + number * SLOT
 
     @property
     def stage_address(self) -> int:
-        """The address of its staging memory in this process."""
+        """Return the address of its staging memory in this process."""
         return self._address(STAGED)
 
     def region(self, word: int) -> Region | None:
-        """Where memory is that it shows in this word and the next one; None: it shows none."""
+        """Return the place of the memory in this word and the next one; None: it shows none."""
         if not self.words[word]:
             return None
         if self.words[word] <= ORDINARY:
@@ -71,7 +71,7 @@ class PeerSlot:
 
 
 def peer_slot(peer: LocalPeer, group: int) -> PeerSlot | None:
-    """What a local peer shows to the members of a group, once it has made that."""
+    """Return a local peer's control block for a group, once the peer has made the group."""
     found = peer.control(group)
     try:
         return PeerSlot(peer.rank, peer, *found) if found is not None else None

@@ -37,7 +37,7 @@ _PIECE = struct.Struct("<BQQQI")  # kind, fingerprint, total, offset, length
 
 
 class RingBuffer:
-    """One rank's, to one local peer, and the local peer's to it."""
+    """One rank's ring buffer to one local peer, and the local peer's to it."""
 
     least, piece, pieces = LARGE, PIECE, PIECES
 
@@ -53,11 +53,11 @@ class RingBuffer:
         self._sent = self._received = 0
 
     def is_full(self) -> bool:
-        """Whether the local peer has to read a piece before more can be sent."""
+        """Return whether the local peer has to read a piece before more can be sent."""
         return self._sent - self._taken_there[0] >= PIECES
 
     def put(self, send: PostedSend, offset: int) -> bytes | None:
-        """Put a message's next piece in; the frame that says so, or None while there is no room."""
+        """Put a message's next piece in. Return its frame, or None while there is no room."""
         if self.is_full():
             return None
         group, kind, number = send.work.channel
@@ -73,7 +73,7 @@ class RingBuffer:
         return pack_header(channel, length=len(what), total=len(what)) + what
 
     def came(self, header: Header, payload: bytes) -> tuple[Header, memoryview]:
-        """A PIECE frame has come: the header of the message's part, and its bytes in the buffer.
+        """Take a PIECE frame. Return the header of the message's part, and its bytes in the buffer.
 
         Raises `FrameError` for an invalid one.
         """
@@ -91,17 +91,17 @@ class RingBuffer:
         return Header(channel, fingerprint, length, total, offset), self._in[start : start + length]
 
     def taken(self, count: int) -> None:
-        """The oldest pieces have been read; the local peer may use their memory again."""
+        """Free the oldest pieces, which were read: the local peer may use their memory again."""
         self._taken_here[0] += count
         self._domain.fence()
         if self._peer.words[ASLEEP]:
             self._peer.wake()
 
     def when_free(self, go_on: Callable[[], None]) -> None:
-        """It is full: call `go_on` when it is not."""
+        """Call `go_on` when it has room; it is full now."""
         self._domain.stalled[self] = go_on
         self._domain.begins_to_wait()
 
     def give_up(self) -> None:
-        """Nothing more is to be sent."""
+        """Cancel `when_free`: nothing more is to be sent."""
         self._domain.stalled.pop(self, None)

@@ -45,7 +45,7 @@ class RunAhead:
         self._staged = 0
 
     def begin(self, flag: int) -> int:
-        """A collective begins, whose first epoch this flag is. Return its entry."""
+        """Begin a collective whose first epoch this flag is. Return its entry."""
         starts = self.starts
         self.turn = turn = (self.turn + 1) % AHEAD
         starts[turn] = flag
@@ -54,28 +54,28 @@ class RunAhead:
 
     @property
     def half_free(self) -> int:
-        """The flag that others have when half of the entries are free."""
+        """Return the flag that others have when half of the entries are free."""
         return self.starts[(self.turn + 2 + AHEAD // 2) % AHEAD]
 
     def next_slot(self, *, ahead: bool) -> int:
-        """The slot of the next collective: one of two, or the one of its entry."""
+        """Return the slot of the next collective: one of two, or the one of its entry."""
         if ahead:
             return 2 + (self.turn + 1) % AHEAD
         self._side = side = 1 - self._side
         return side
 
     def part(self, *, ahead: bool) -> int:
-        """The part of the staging memory that is used next."""
+        """Return the part of the staging memory that is used next."""
         return self._part if ahead else self._half
 
     def part_free(self, *, ahead: bool) -> int:
-        """The flag that others have when they have read that part; or, if this member does not run
-        ahead, all that it has staged as a root.
+        """Return the flag that others have when they have read that part; or, if this member does
+        not run ahead, all that it has staged as a root.
         """
         return self._read[self._part] if ahead else self._staged
 
     def leave_part(self, flag: int, *, ahead: bool, gave: bool) -> None:
-        """The next part is another one.
+        """Go to the next part.
 
         A root has staged in this one for the epoch of `flag`. All others have read it when they
         come to the one after.
@@ -88,5 +88,5 @@ class RunAhead:
         self._part = (self._part + 1) % PARTS
 
     def leave_stage(self, flag: int) -> None:
-        """A collective is over, with the epoch of `flag`, in which all have staged and read."""
+        """End a collective with the epoch of `flag`, in which all have staged and read."""
         self._read = [flag + 1] * PARTS

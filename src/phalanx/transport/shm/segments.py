@@ -4,9 +4,9 @@ It is a file without a name (memfd), so nothing has to be removed: when the last
 mapped is gone, however it ended, the memory is free. Others open it by way of the owner's process,
 `/proc/<process>/fd/<number>`, which the system lets only the same user do, and root.
 
-A rank only says which process and number that is. So nothing is opened before it is known to be
-memory of Phalanx's or a pipe, of a process of this user's. Memory is sealed: its size stays, as who
-reads what another has cut off dies of SIGBUS.
+A rank only sends that process and number. So nothing is opened before it is known to be memory of
+Phalanx's or a pipe, of a process of this user's. Memory is sealed: its size stays. A process that
+reads memory that another one has cut off dies of SIGBUS.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Segment:
 
     @classmethod
     def create(cls, size: int) -> Segment:
-        """New memory of so many bytes, all zero. Takes pages only when they are written."""
+        """Create memory of so many bytes, all zero. It takes pages only when they are written."""
         _system_mmap()  # a child that was forked should not have to look it up
         fd = _create(size)
         try:
@@ -64,7 +64,7 @@ class Segment:
 
     @classmethod
     def attach(cls, process: int, fd: int, size: int) -> Segment:
-        """Map what another process has created. Raises OSError if that cannot be, or may not."""
+        """Map a segment of another process. Raises OSError if that cannot be, or may not."""
         here = open_of(process, fd, MEMORY)
         try:
             if os.fstat(here).st_size != size:
@@ -76,14 +76,14 @@ class Segment:
         return segment
 
     def detach(self) -> None:
-        """In a child that was forked: what it writes stays there. What it reads is as before."""
+        """Keep a forked child's writes to itself. It reads the same bytes as before."""
         both, fixed_no_reserve = mmap.PROT_READ | mmap.PROT_WRITE, 0x4010
         how = mmap.MAP_PRIVATE | fixed_no_reserve
         if self.fd >= 0:
             _system_mmap()(self.start, self.size, both, how, self.fd, 0)
 
     def close(self) -> None:
-        """From now on nobody can attach it."""
+        """Let nobody attach it any more."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -98,7 +98,7 @@ PIPE = stat.S_ISFIFO, "pipe:", os.O_WRONLY | os.O_NONBLOCK
 
 
 def _create(size: int) -> int:
-    """A file without a name, of so many bytes for ever."""
+    """Create a file without a name, of so many bytes for ever."""
     fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
@@ -110,9 +110,9 @@ def _create(size: int) -> int:
 
 
 def open_of(process: int, fd: int, kind: tuple[Callable[[int], bool], str, int]) -> int:
-    """Open what a rank of this host says that its process has open: `MEMORY` or a `PIPE`.
+    """Open a file that a rank of this host has open in its process: `MEMORY` or a `PIPE`.
 
-    OSError if that is something else, or the process is another user's.
+    OSError if it is something else, or the process is another user's.
     """
     is_kind, begin, flags = kind
     path = os.open(f"/proc/{process}/fd/{fd}", os.O_PATH | os.O_CLOEXEC)  # does nothing to a file
@@ -134,7 +134,7 @@ def open_of(process: int, fd: int, kind: tuple[Callable[[int], bool], str, int])
 
 @cache
 def _system_mmap() -> Any:
-    """`mmap(2)`, which can put one mapping in the place of another, as Python's cannot."""
+    """Return `mmap(2)`, which can replace a mapping by another one; Python's cannot."""
     system = ctypes.CDLL(None).mmap
     system.argtypes = *[ctypes.c_size_t] * 2, *[ctypes.c_int] * 3, ctypes.c_size_t
     return system
@@ -168,8 +168,8 @@ class Block(NamedTuple):
 class Arena:
     """Gives out memory of its segments. All methods but `empty`'s tensors need the engine's lock.
 
-    first     the segment that the local peers have attached from the beginning; what lies there can
-              be read after this process has ended. Its first `used` bytes are taken
+    first     the segment that the local peers have attached from the beginning; its data can be
+              read after this process has ended. Its first `used` bytes are taken
     publish   called with the number of a new segment and the segment, before it is used
     kept      bytes of free memory whose pages are kept
     """
@@ -193,7 +193,7 @@ class Arena:
         self._leases: dict[int, tuple[Lease, Block]] = {}  # of tensors that are there, by identity
 
     def take(self, size: int, *, after: int = -1) -> Block:
-        """A block of at least `size` bytes, in a segment with a higher number than `after`.
+        """Take a block of at least `size` bytes, in a segment with a higher number than `after`.
 
         Raises OSError if the system has no memory for it.
         """
@@ -229,7 +229,7 @@ class Arena:
         self._returned.append(block)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialized tensor in a block of its own, which goes back with its memory."""
+        """Return an uninitialized tensor in a block of its own, which goes back with its memory."""
         count = prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype)
@@ -241,7 +241,7 @@ class Arena:
         return tensor_at(segment.start + block.offset, count, dtype, keeping=memory).view(shape)
 
     def close(self) -> None:
-        """From now on nobody can attach the segments."""
+        """Let nobody attach the segments any more."""
         for segment in self.segments:
             segment.close()
 
@@ -323,11 +323,11 @@ class Piece(Source):
 
 
 def _of_file(size: int) -> int:
-    """Bytes of the file: nothing cannot be mapped."""
+    """Return the size of the file: an empty one cannot be mapped."""
     return size or PAGE
 
 
 def _mapped(fd: int, size: int) -> UntypedStorage:
-    """The file's memory. Unlike Python's, torch's mapping keeps no descriptor of its own."""
+    """Map the file's memory. Unlike Python's, torch's mapping keeps no descriptor of its own."""
     path = f"/proc/self/fd/{fd}"
     return torch.from_file(path, True, _of_file(size), dtype=torch.uint8).untyped_storage()

@@ -1,4 +1,4 @@
-"""Where this process listens, and at which address others reach it.
+"""The addresses at which this process listens, and at which others reach it.
 
     PHALANX_INTERFACE   the interface (`eth1`), or a network that has an address of each host
                         (`10.0.0.0/8`, `fd00::/16`), at which ranks listen
@@ -12,7 +12,7 @@
 An address that was given (MASTER_ADDR, --master, `TcpBackend(master_addr)`) is where rank 0, or the
 launcher's store, listens; the interface decides where it is a name that means loopback here.
 
-In the end: whose process is at the other end of a connection inside this host (`stranger`).
+In the end: the owner of the process at the other end of a connection inside this host (`stranger`).
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def _address_at(place: int | None) -> str:
 
 
 def listen_at(family: int, address: tuple[object, ...], *, backlog: int = BACKLOG) -> socket.socket:
-    """A socket that listens there, and only there. Raises OSError."""
+    """Return a socket that listens there, and only there. Raises OSError."""
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -232,10 +232,10 @@ def listen_at(family: int, address: tuple[object, ...], *, backlog: int = BACKLO
 
 
 def listen_on(host: str, *scope: object) -> socket.socket:
-    """A socket that listens at an address of this host, at a port of PHALANX_PORTS.
+    """Return a socket that listens at an address of this host, at a port of PHALANX_PORTS.
 
-    `scope` is what an IPv6 address has beside host and port. Raises OSError, and
-    `BackendUnavailableError` where none of the ports is free.
+    `scope` holds an IPv6 address's fields beside host and port. Raises OSError, and
+    `BackendUnavailableError` if none of the ports is free.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     ports = allowed_ports()
@@ -253,7 +253,7 @@ def listen_on(host: str, *scope: object) -> socket.socket:
 
 
 def listen_toward(toward: Endpoint, *, one_host: bool) -> tuple[socket.socket, Endpoint]:
-    """For rank 0: a socket at `address_toward`, and where that is."""
+    """Return, for rank 0, a socket that listens at `address_toward`, and its endpoint."""
     try:
         host = address_toward(*toward, one_host=one_host)
         listener = listen_on(host)
@@ -316,10 +316,10 @@ def check_listening(ranks: int = 1) -> None:
 
 
 def listen_as_master(endpoint: Endpoint) -> socket.socket:
-    """The listener of rank 0. Says so if the port is taken, or the address is another host's.
+    """Return rank 0's listener. Raise if the port is taken, or the address is another host's.
 
     A name that means loopback to its own host, as many do, and all interfaces (0.0.0.0) stand for
-    the address of PHALANX_INTERFACE, where that is set.
+    the address of PHALANX_INTERFACE, if that is set.
     """
     addresses = resolve(endpoint)
     chosen = [] if is_loopback(endpoint.host) else [one.address for one in chosen_interfaces()]
@@ -416,7 +416,7 @@ _LISTENS = 10  # TCP_LISTEN: no such connection, but somebody waits for one
 
 
 def _ask_kernel(local: _End, remote: _End) -> _Holder | None:
-    """Who holds the socket with these addresses; None if there is none, or no answer."""
+    """Return the holder of the socket with these addresses; None for none, or no answer."""
     family = socket.AF_INET if local[0].version == 4 else socket.AF_INET6
     ports = (end[1].to_bytes(2, "big") for end in (local, remote))
     question = _QUESTION.pack(
@@ -434,7 +434,7 @@ def _ask_kernel(local: _End, remote: _End) -> _Holder | None:
 
 
 def _read_table(local: _End, remote: _End) -> _Holder | None:
-    """The same from the tables of all sockets; one for both families stands with mapped numbers."""
+    """Read it from the tables of all sockets; one for both families stands with mapped numbers."""
     for table, prefix in (("tcp", b""), ("tcp6", b"\0" * 10 + b"\xff\xff")):
         wanted = []
         for number, port in (local, remote):

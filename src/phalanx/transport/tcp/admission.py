@@ -131,10 +131,10 @@ def speak(
 
 
 class Door(Protocol):
-    """What an `Acceptor` lets callers into: a rank's mesh, or a server of the launcher.
+    """The place behind an `Acceptor`: a rank's mesh, or a server of the launcher.
 
-    label      who this is, for the log: "rank 3"
-    callers    how many are expected
+    label      its name for the log: "rank 3"
+    callers    number of callers that are expected
     """
 
     label: str
@@ -162,7 +162,7 @@ class Acceptor:
     tick             seconds between checks whether callers have been there for too long
     now              ticks that this rank has seen; none while it computes: callers then have to
                      wait
-    last_rejection   who was turned away last, and why; for errors
+    last_rejection   the caller that was turned away last, and the reason; for errors
 
     All methods are called with the engine's lock held; none blocks.
     """
@@ -201,11 +201,11 @@ class Acceptor:
 
     @property
     def closed(self) -> bool:
-        """Whether it has stopped listening."""
+        """True if it has stopped listening."""
         return self.listener.fileno() < 0
 
     def begin_again(self, error: Exception) -> None:
-        """After an error inside: drop the connections that are not authenticated, and listen."""
+        """Drop the connections that are not authenticated, and listen: an error came inside."""
         self._drop_all()
         self._rest(error)
 
@@ -237,7 +237,7 @@ class Acceptor:
         self.drop(pending)
 
     def _reject(self, what: str, *, is_rank: bool = False) -> None:
-        """Count and log a caller that was refused, and keep what a timeout quotes."""
+        """Count and log a caller that was refused, and keep the reason for a timeout's error."""
         self._rejected[is_rank] += 1
         number = self._rejected[is_rank]
         self.last_rejection = what
@@ -304,7 +304,7 @@ class Acceptor:
             self.door.reactor.call_later(self.tick, self._tick)
 
     def _rest(self, error: Exception) -> None:
-        """No connection can be accepted now, and none can be dropped: try later, do not spin."""
+        """Try later, do not spin: no connection can be accepted now, and none can be dropped."""
         reason = getattr(error, "strerror", None) or repr(error)
         if getattr(error, "errno", 0) in OUT_OF:
             reason += "; this process may need more (ulimit -n)"
@@ -451,7 +451,7 @@ def read_own(
 
 
 def _problem(status: os.stat_result) -> str:
-    """Why a file is not fit for a secret, or ""."""
+    """Return why a file is not fit for a secret, or ""."""
     if status.st_uid not in (os.geteuid(), 0):
         return f"belongs to user {status.st_uid}, and this process is user {os.geteuid()}'s"
     mode = stat.S_IMODE(status.st_mode)

@@ -88,17 +88,17 @@ def set_options(sock: socket.socket) -> None:
 
 
 class Mesh:
-    """Who is connected.
+    """This rank's connections.
 
     token       the job's secret; without one only callers of this host are let in
-    tls         what is said about TLS to peers on other hosts
+    tls         the TLS settings for peers on other hosts
     host        the host's name, if it is given; "": the machine decides
-    domain      what this rank shows to others of its host, if anything
-    addresses   where each rank listens, once that is known: before, the rendezvous decides what the
-                end of a connection (`gone`, by rank) and word of a failure (`told`) mean
+    domain      the memory that this rank shows to others of its host, if any
+    addresses   the listening address of each rank, once known: before, the rendezvous judges the
+                end of a connection (`gone`, by rank) and word of a failure (`told`)
     rendezvous  takes its control frames (peer, kind, payload), while the ranks meet
     shares      whether local peers have ring buffers
-    wide        what a wide mesh has beside; else None
+    wide        the additions of a wide mesh; else None
 
     All methods are called with the engine's lock held.
     """
@@ -127,12 +127,12 @@ class Mesh:
 
     @property
     def speaks_tls(self) -> bool:
-        """Whether this rank does, to any of its peers."""
+        """True if this rank speaks TLS to any of its peers."""
         return any(isinstance(each, TlsConnection) for each in self.connections.values())
 
     @property
     def all_known(self) -> bool:
-        """Whether this rank has heard where each rank listens."""
+        """True if this rank has the listening address of each rank."""
         return len(self.addresses) == self.world_size
 
     def admit(self, peer: int) -> str | None:
@@ -146,7 +146,7 @@ class Mesh:
         return None
 
     def link_opened(self, peer: int, sock: socket.socket, surplus: bytes) -> None:
-        """A peer is authenticated: messages can flow. `surplus` came behind the handshake."""
+        """Take an authenticated peer: messages can flow. `surplus` came behind the handshake."""
         if isinstance(sock, TlsSocket):
             connection: Connection = TlsConnection(self, peer, sock)
         else:
@@ -166,7 +166,7 @@ class Mesh:
         connection.take(surplus)
 
     def link_broke(self, connection: Connection, reason: str) -> None:
-        """The connection to a peer has ended, or failed."""
+        """Handle the end, or failure, of a peer's connection."""
         peer = connection.peer
         if self.connections.get(peer) is not connection:
             connection.close()
@@ -184,14 +184,14 @@ class Mesh:
                 log.warning("rank 0: rank %d came and was lost: %s", peer, reason)
 
     def rank_lost(self, peer: int, reason: str) -> None:
-        """This rank has found that a peer is gone without closing."""
+        """Handle a peer that is gone without closing, as this rank has found."""
         reason = f"rank {peer} was lost: {reason}"
         if self.wide is not None:
             self.wide.rank_lost(peer, reason)
         self.engine.peer_lost(peer, reason)
 
     def is_own_word(self, notice: FailureNotice) -> bool:
-        """Whether word of a failure is this rank's own, which others pass on; if not, note it.
+        """Return whether a failure notice is this rank's own, passed on by others; else note it.
 
         Raises `FrameError` if it makes no sense.
         """
@@ -208,7 +208,7 @@ class Mesh:
         return False
 
     def close_in_child(self) -> None:
-        """After a fork: this copy would hide this rank's death, and what it wrote be read."""
+        """Close a forked child's copy, which would hide this rank's death, and send its bytes."""
         for connection in self.connections.values():
             connection.sock.close()
         for sock in self.wide.sockets() if self.wide is not None else ():
@@ -224,7 +224,7 @@ class Mesh:
             self.wide.close()
 
     def all_sent(self) -> bool:
-        """Whether the peers' kernels have every byte; if not, the reactor looks again soon."""
+        """Return whether the peers' kernels have every byte; if not, the reactor looks again."""
         waiting = [
             connection
             for connection in self.connections.values()
@@ -321,9 +321,9 @@ class Connection:
         self.send_control(Kind.CANCEL, group=channel.group, number=channel.number)
 
     def finish_send(self, send: PostedSend) -> bool:
-        """Whether a message that would be given up counts as sent: its last frame has begun.
+        """Return whether a message to be given up counts as sent: its last frame has begun.
 
-        The peer gets it whole in any case; what is left of the frame is written from a copy.
+        The peer gets it whole in any case; the rest of the frame is written from a copy.
         """
         if not self._queue or self._queue[0] is not send or self._begun != len(send.view):
             return False
@@ -339,11 +339,11 @@ class Connection:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is left to write."""
+        """True if nothing is left to write."""
         return not (self._pieces or self._queue or self._control)
 
     def all_sent(self) -> bool:
-        """Whether the peer's kernel has acknowledged every byte (where that can be known)."""
+        """Return whether the peer's kernel has acknowledged every byte (if that can be known)."""
         if not self.idle:
             return False
         try:
@@ -414,11 +414,11 @@ class Connection:
 
     @property
     def paused(self) -> bool:
-        """Whether nothing is read from the peer, since there is no room for what it sends."""
+        """True if nothing is read from the peer, as there is no room for its messages."""
         return self._decoder.paused
 
     def on_ready(self, readable: bool, writable: bool) -> None:
-        """The socket can be read from, or written to (from the reactor)."""
+        """Read from the socket, or write to it: it is ready (from the reactor)."""
         if writable:
             self.flush()
         decoder = self._decoder
@@ -450,7 +450,7 @@ class Connection:
             self.mesh.link_broke(self, getattr(error, "strerror", None) or str(error))
 
     def take(self, data: bytes) -> None:
-        """Bytes that arrived together with the end of the handshake."""
+        """Take bytes that arrived together with the end of the handshake."""
         try:
             while data:
                 space = self._decoder.space()
@@ -462,7 +462,7 @@ class Connection:
             self.mesh.link_broke(self, str(error))
 
     def resume(self) -> None:
-        """A receive was posted: there may be room now for a message that was refused."""
+        """Read again: a receive was posted, so there may be room for a message that was refused."""
         if self._owed:
             self._pay(self._arrival)
         if self.paused:
@@ -475,13 +475,13 @@ class Connection:
                 self.mesh.link_broke(self, str(error))
 
     def _tell_room(self) -> None:
-        """Tell the peer that there is no room for what it sends, or that there is again."""
+        """Tell the peer that there is no room for its messages, or that there is again."""
         self.mesh.engine.watchdog.asked(self.peer)
 
     def message(
         self, header: Header, whole: memoryview | None, *, always: bool = False
     ) -> IncomingMessage | bool:
-        """A frame of a message begins (from the decoder); `always`: read it without room, too."""
+        """Begin a message's frame (from the decoder); `always`: read it without room, too."""
         matching, arrival, peer = self.mesh.engine.matching, self._arrival, self.peer
         channel = header.channel
         if header.offset:
@@ -508,7 +508,7 @@ class Connection:
         return self._arrival
 
     def control(self, header: Header, payload: bytes) -> None:
-        """A control frame came (from the decoder). Raises `FrameError` if it makes no sense."""
+        """Handle a control frame (from the decoder). Raises `FrameError` if it makes no sense."""
         mesh, peer = self.mesh, self.peer
         engine, group, kind = mesh.engine, header.channel.group, header.channel.kind
         if kind is Kind.CANCEL:
@@ -541,7 +541,7 @@ class Connection:
 
     @property
     def ring(self) -> Ring | None:
-        """The ring buffers to and from the peer, once their memory is attached.
+        """Return the ring buffers to and from the peer, once their memory is attached.
 
         The peer may use its own as soon as this rank has attached it, before this rank does.
         """
@@ -550,7 +550,7 @@ class Connection:
         return self._ring
 
     def _piece_came(self, header: Header, payload: bytes) -> None:
-        """A part of a message lies in the ring buffer.
+        """Read a part of a message from the ring buffer.
 
         It is read even if there is no room to keep it, one ring buffer full at most; but then it is
         not acknowledged, so the sender waits until there is room again.
@@ -589,7 +589,7 @@ class Connection:
 class TlsConnection(Connection):
     """A connection within TLS, whose socket keeps bytes that no selector knows of.
 
-    What was decrypted, and not read, is looked at in the next turn of the reactor, as long as
+    Bytes that were decrypted, and not read, are read in the next turn of the reactor, as long as
     something is read at all.
     """
 
@@ -612,7 +612,7 @@ class TlsConnection(Connection):
             self.mesh.reactor.wake()  # another thread may sleep there
 
     def _look_again(self) -> bool:
-        """See to what is left; whether that takes another look."""
+        """Let the next turn read what TLS has left, if anything; return whether it will."""
         sock = self.sock
         if sock.read_waits:
             self._watch(self._events | WRITE)

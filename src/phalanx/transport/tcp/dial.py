@@ -1,4 +1,4 @@
-"""Dialing a peer, again and again until it accepts this rank; and what waits for it meanwhile.
+"""Dialing a peer, again and again until it accepts this rank; and messages that wait for it.
 
 Before that, `await_name` waits until the name of rank 0's host is known.
 """
@@ -56,11 +56,11 @@ class Dial:
         or does not begin it                   slow, or its queue is full of other callers
         it turns this rank away, with reason   that is final
 
-    trouble    what the last attempt met
+    trouble    the obstacle of the last attempt
     lacks      whether that was a resource which this host lacks
     answered   whether the peer's host has taken a call
-    refusal    why there is no hope, if there is none; then `refused` is called, in a later turn of
-               the reactor. With `refused`, a resource that is lacking is a refusal, too
+    refusal    the reason, if there is no hope; then `refused` is called, in a later turn of the
+               reactor. With `refused`, a resource that is lacking is a refusal, too
     refusals   connections refused, one after the other
     sock       of the call that is under way
 
@@ -133,7 +133,7 @@ class Dial:
             self._go_on(False)
 
     def _call(self) -> Generator[tuple[int, float], bool | None, None]:
-        """Yields what it waits for, and for how long at most; is sent whether it has come."""
+        """Yield an event and the longest wait for it; is sent whether the event has come."""
         mesh, retry = self.mesh, FIRST_RETRY
         while True:
             self.lacks = False
@@ -244,7 +244,7 @@ def await_name(endpoint: Endpoint, seconds: float) -> None:
 
 
 class LazyConnection:
-    """A connection that is being made; what is sent to the peer waits here in its order.
+    """A connection that is being made; messages to the peer wait here in their order.
 
     patience   seconds within which the peer's host has to take the call
 
@@ -284,7 +284,7 @@ class LazyConnection:
             self._sends.remove(send)
 
     def opened(self, connection: Connection) -> None:
-        """There is a connection: send all of it."""
+        """Send all that waits: there is a connection."""
         self.dial.drop()
         for kind, payload, group, number in self._control:
             connection.send_control(kind, payload, group=group, number=number)
@@ -292,7 +292,7 @@ class LazyConnection:
             connection.send(message)
 
     def _refused(self, refusal: Refused) -> None:
-        """There is no hope for this call."""
+        """Take the refusal: there is no hope for this call."""
         mesh, peer = self.mesh, self.peer
         if self.wide.calls.get(peer) is not self:
             return
@@ -309,7 +309,7 @@ class LazyConnection:
             self.wide.refused(peer)
 
     def _look(self) -> None:
-        """It takes as long as a heartbeat may: the peer's host has to have taken the call."""
+        """Check, after a heartbeat's time, that the peer's host has taken the call."""
         if self.wide.calls.get(self.peer) is self and not self.dial.answered:
             reason = f"{self.dial.name} cannot be reached: {self.dial.trouble}"
             self.mesh.rank_lost(self.peer, reason)

@@ -1,4 +1,4 @@
-"""Word that every rank of a wide mesh must hear: who died or left, which groups are broken.
+"""News for every rank of a wide mesh: ranks that died or left, groups that are broken.
 
 Beyond a bound, ranks have no connection each with each, so a rank can neither see every other one
 end, nor tell all of them. Each is connected with a few from the start, its neighbours on a
@@ -7,12 +7,12 @@ circulant graph, whose skips are the powers of 4 up to half of the ranks:
     rank r  --  r - 16, r - 4, r - 1, r + 1, r + 4, r + 16      (of 32 to 127 ranks)
 
 That is 1 + log2(ranks) neighbours at most, and as many hops at most between any two ranks. Word is
-flooded: who hears something new passes it on to its neighbours. So it goes by many ways, around the
+flooded: a rank that hears news passes it on to its neighbours. So it goes by many ways, around the
 ranks that are dead. As ranks leave, the graph loses links; then each rank connects with the next
 one that is still here, so that the rest is a ring at least.
 
-A connection says itself what becomes of its peer, behind the last message: word from others about
-that peer, which might overtake it, is passed on, but not taken.
+News about a direct neighbour is taken only from its own connection, after its last message. Word
+from others may arrive early, so it is only passed on.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Flooding:
     neighbours   of this rank
     patience     seconds within which a peer's host has to take a call
     acceptor     takes the calls of peers, from the rendezvous to the end
-    calls        peers that are being called, and what waits for the connection
+    calls        peers that are being called, and the messages that wait for the connection
     """
 
     def __init__(self, mesh: Mesh, patience: float) -> None:
@@ -97,7 +97,7 @@ class Flooding:
         return call
 
     def drop_call(self, peer: int) -> None:
-        """Call a peer no more; what waits for the connection is dropped."""
+        """Call a peer no more, and drop the messages that wait for the connection."""
         call = self.calls.pop(peer, None)
         if call is not None:
             call.dial.drop()
@@ -124,22 +124,22 @@ class Flooding:
             call.opened(connection)
 
     def part(self, peer: int) -> None:
-        """The peer hangs up when it has what is on its way: send it nothing more this way."""
+        """Send a peer nothing more this way: it hangs up when it has all that is on its way."""
         self._parted.add(self.mesh.connections.pop(peer))
 
     def all_parted(self) -> bool:
-        """Whether these peers have been sent all of it."""
+        """Return whether all of it was sent to these peers."""
         return all(connection.idle for connection in self._parted)
 
     def take_leave(self) -> None:
-        """This rank closes in good order: pass on what is new, and hang up on peers it calls."""
+        """Leave in good order: pass on the news, and hang up on peers that this rank calls."""
         self.pass_on()
         for call in self.calls.values():
             call.dial.take_leave()
         self.calls.clear()
 
     def sockets(self) -> Iterator[socket.socket]:
-        """Its sockets that are not those of the mesh's connections."""
+        """Return its sockets without those of the mesh's connections."""
         yield from (connection.sock for connection in self._parted)
         yield from (call.dial.sock for call in self.calls.values() if call.dial.sock is not None)
         if self.acceptor is not None:
@@ -157,13 +157,13 @@ class Flooding:
     # Out ------------------------------------------------------------------------------------
 
     def rank_left(self, rank: int) -> None:
-        """A peer has said on its connection that it closes: pass it on."""
+        """Pass on that a peer has said on its connection that it closes."""
         if self._is_new(RankLeft(rank)):
             self._pass_on_after(TOGETHER)
         self.mend_soon()
 
     def rank_lost(self, rank: int, reason: str) -> None:
-        """A peer is gone without closing: pass it on."""
+        """Pass on that a peer is gone without closing."""
         self.drop_call(rank)
         if self._is_new(RankLost(rank, reason[:LONGEST_REASON])):
             self._pass_on_after(0.0)  # with others of this turn of the reactor
@@ -189,7 +189,7 @@ class Flooding:
             self.pass_on()
 
     def pass_on(self) -> None:
-        """Pass on what is new, now."""
+        """Pass on the news, now."""
         self._waits = False
         words, self._new = self._new, []
         connections = self.mesh.connections
@@ -205,7 +205,7 @@ class Flooding:
         self.mesh.reactor.wake()  # a thread may sleep there, and not know of it
 
     def _is_new(self, word: Word) -> bool:
-        """Whether it is news here; if so, it is to be passed on."""
+        """Return whether it is news here; if so, queue it to be passed on."""
         if isinstance(word, (RankLeft, RankLost)):
             is_new = self._gone.setdefault(word.rank, word) is word
         else:
@@ -222,7 +222,7 @@ class Flooding:
         return {*self.neighbours, self._next_here(1), self._next_here(-1)}
 
     def _next_here(self, way: int) -> int:
-        """The next rank in one direction that is not known to be gone; or this one."""
+        """Return the next rank in one direction that is not known to be gone; or this one."""
         engine, size = self.mesh.engine, self.mesh.world_size
         rank = (self.mesh.rank + way) % size
         while rank in engine.left or rank in engine.lost:
@@ -232,7 +232,7 @@ class Flooding:
     # In -------------------------------------------------------------------------------------
 
     def came(self, payload: bytes) -> None:
-        """News came from a peer. Raises `FrameError` if they make no sense."""
+        """Take news from a peer. Raises `FrameError` if they make no sense."""
         mesh, urgent = self.mesh, False
         for word in decode(payload, News).words:
             if not isinstance(word, GroupFailed) and not 0 <= word.rank < mesh.world_size:
@@ -259,7 +259,7 @@ class Flooding:
             self._pass_on_after(0.0 if urgent else TOGETHER)
 
     def refused(self, peer: int) -> None:
-        """Nobody listens any more where a peer did: it has left, or it is lost."""
+        """Take a refused call: the peer listens no more, so it has left or is lost."""
         self.drop_call(peer)
         if isinstance(self._gone.get(peer), RankLeft):
             self._left(peer)
@@ -267,7 +267,7 @@ class Flooding:
             self._later(WORD_WITHIN, lambda: self._gone_without_word(peer))
 
     def _gone_without_word(self, rank: int) -> None:
-        """A rank that dies is missed by its neighbours. So this one left, and they did, too."""
+        """Take a rank as left: its neighbours would have missed a death, so they left, too."""
         mesh = self.mesh
         if rank in mesh.engine.left or rank in mesh.engine.lost or mesh.engine.closed:
             return
@@ -281,7 +281,7 @@ class Flooding:
     # Ranks that are gone leave gaps ---------------------------------------------------------
 
     def mend_soon(self) -> None:
-        """A rank is gone: connect with the next one that is here, if there is no connection."""
+        """Connect with the next rank that is here, if there is no connection: one is gone."""
         if not self._mends:
             self._mends = True
             self._later(MEND_AFTER, self._mend)

@@ -1,4 +1,4 @@
-"""The heartbeat: whether peers that send nothing are still alive.
+"""The heartbeat: a check that peers that send nothing are still alive.
 
 A rank that computes says nothing; neither does one that is stopped (SIGSTOP, a machine that sleeps)
 or cut off from the network. A dead one is another matter: its connection ends.
@@ -7,8 +7,8 @@ or cut off from the network. A dead one is another matter: its connection ends.
                     no thread, and a rank that holds the interpreter for minutes raises no alarm
     elsewhere       a thread says HEARTBEAT to the peer, and any byte from there is a sign of life
 
-A rank of a wide mesh has that thread in any case: it passes on what others are to hear, and takes
-their calls, while this rank computes. If all ranks are on this host, it sleeps until something
+A rank of a wide mesh has that thread in any case: it passes on news for others, and takes their
+calls, while this rank computes. If all ranks are on this host, it sleeps until something
 comes.
 
 A rank that waits checks this a few times a second. A peer without a sign of life for too long is
@@ -41,7 +41,7 @@ LONGEST_RELAY = 0.1  # seconds until a rank of a wide mesh that computes passes 
 
 
 def check_heartbeat(seconds: float | None) -> float:
-    """The seconds to use; None: as the environment says, or the default. Raises ValueError."""
+    """Return the seconds to use; None: the environment's, or the default. Raises ValueError."""
     given = os.environ.get(VARIABLE, HEARTBEAT) if seconds is None else seconds
     with suppress(ValueError):  # it is no number
         if float(given) > 0:
@@ -101,7 +101,7 @@ class Heartbeat:
             os.close(file)
 
     def attend(self) -> float:
-        """Check the peers, if it is time to; seconds until the next time. Lock held."""
+        """Check the peers, if it is time to; return the seconds to the next time. Lock held."""
         now = monotonic()
         if now >= self._next_look:
             # A rank that was stopped itself, or had no processor, must not blame the others for it.
@@ -163,7 +163,7 @@ class Heartbeat:
 
 
 def host_id() -> str:
-    """The same for all processes of one host, and different between hosts."""
+    """Return an id that is the same for all processes of one host, and different between hosts."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         # Containers that share neither are hosts of their own.
@@ -174,12 +174,12 @@ def host_id() -> str:
 
 
 def process_id() -> int:
-    """This process, for others of this host to look at; 0 if they could not (`is_stopped`)."""
+    """Return this process's id for others of this host; 0 if they could not use `is_stopped`."""
     return os.getpid() if Path("/proc/self/stat").exists() else 0
 
 
 def is_stopped(process: int) -> bool:
-    """Whether a process of this host is stopped, or traced and held. False if it is gone."""
+    """Return whether a process of this host is stopped, or traced and held; False if gone."""
     try:
         status = Path(f"/proc/{process}/stat").read_bytes()
     except OSError:

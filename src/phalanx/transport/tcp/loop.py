@@ -32,7 +32,7 @@ class Reactor:
         self.watch(self._woken, self._drain)
 
     def watch(self, sock: socket.socket | int, callback: Callback, events: int = READ) -> None:
-        """From now on call back when the socket, or file, is ready for one of these events."""
+        """Call back, from now on, when the socket or file is ready for one of these events."""
         if not events:
             self.forget(sock)
             return
@@ -78,7 +78,7 @@ class Reactor:
             heapq.heappop(self._timers)[2]()
 
     def _wait(self, seconds: float, spin: float) -> list[tuple[selectors.SelectorKey, int]]:
-        """The sockets that are ready, if any becomes so in time."""
+        """Return the sockets that are ready, if any becomes so in time."""
         until = monotonic() + min(seconds, spin)
         while monotonic() < until:
             if events := self._selector.select(0.0):
@@ -86,9 +86,9 @@ class Reactor:
         return self._selector.select(seconds)
 
     def sleeper(self, other: int) -> Callable[[], object]:
-        """What blocks until there is something to do in `turn`, or this other file can be read.
+        """Return a function that blocks until `turn` has work, or this other file can be read.
 
-        It is called without the lock. New timers count from the next `wake` on.
+        Call it without the lock. New timers count from the next `wake` on.
         """
         seconds = max(self._timers[0][0] - monotonic(), 0.0) if self._timers else LONGEST_SLEEP
         poll = select.poll()
@@ -102,7 +102,7 @@ class Reactor:
             self._waker.send(b"\0")
 
     def close(self) -> None:
-        """Free the reactor's own resources; the sockets are their owners' business."""
+        """Free the reactor's own resources; owners close their sockets."""
         self._selector.close()
         self._waker.close()
         self._woken.close()

@@ -152,18 +152,18 @@ class Rendezvous:
         return everyone
 
     def _peers(self) -> Sequence[int]:
-        """The ranks with which this one has to be connected."""
+        """Return the ranks with which this one has to be connected."""
         if self.wide is None:
             return range(self.mesh.world_size)
         return self.wide.neighbours if self.mesh.all_known else [0]
 
     def _reporters(self) -> Iterable[int]:
-        """The ranks from which word has to come whether memory was attached."""
+        """Return the ranks that have to report whether they attached memory."""
         connections = self.mesh.connections
         return connections if self.wide is None or self.mesh.rank == 0 else {0} & connections.keys()
 
     def _tell_addresses(self) -> None:
-        """As rank 0, tell everyone where each rank listens."""
+        """Tell everyone, as rank 0, the address of each rank."""
         addresses = [self.mesh.addresses[rank] for rank in range(self.mesh.world_size)]
         if self.wide is None:
             self._tell_all(Kind.TABLE, Table(addresses))
@@ -181,7 +181,7 @@ class Rendezvous:
             self.mesh.connections[peer].send_control(Kind.MEMORY, attached)
 
     def _part(self, wide: Flooding) -> None:
-        """Rank 0 says its last to all: it and most others have met only for that."""
+        """Say rank 0's last word to all: it and most others have met only for that."""
         mesh = self.mesh
         if mesh.rank:
             if 0 in mesh.connections and 0 not in wide.neighbours:
@@ -194,7 +194,7 @@ class Rendezvous:
             wide.part(peer)
 
     def _is_over(self, met: Callable[[], bool]) -> bool:
-        """Whether that is so. Raises if the ranks cannot meet any more."""
+        """Return whether `met()` holds. Raises if the ranks cannot meet any more."""
         mesh = self.mesh
         if mesh.told is not None:  # rank 0 has given up, and says why
             raise self._error(mesh.told.error, mesh.told.culprit, mesh.told.reason)
@@ -221,13 +221,13 @@ class Rendezvous:
         return kind(message, rank=rank, peer=peer, op="rendezvous")
 
     def _unconnected(self) -> set[int]:
-        """Peers whose connection is not open, and that are not known to be gone."""
+        """Return the peers without an open connection that are not known to be gone."""
         mesh = self.mesh
         known = {mesh.rank, *mesh.connections, *mesh.engine.left, *mesh.engine.lost}
         return set(self._peers()) - known
 
     def _listener_beside(self, sock: socket.socket) -> socket.socket:
-        """A listener only on the interface that rank 0 reaches, or on PHALANX_INTERFACE."""
+        """Return a listener only on the interface that rank 0 reaches, or on PHALANX_INTERFACE."""
         own, _, *scope = sock.getsockname()
         host = own if is_loopback(self.endpoint.host) else address_on_interface(own)
         try:
@@ -238,7 +238,7 @@ class Rendezvous:
             raise self._error(BackendUnavailableError, None, reason) from error
 
     def _listen_as_rank_0(self, listener: socket.socket) -> Address:
-        """Accept peers where all of them call first; where they call later, for the table."""
+        """Accept peers at rank 0's address; return the endpoint of later calls, for the table."""
         mesh, wide = self.mesh, self.wide
         if wide is None:
             return self._listen(listener)
@@ -257,7 +257,7 @@ class Rendezvous:
         return here
 
     def _listen(self, listener: socket.socket) -> Address:
-        """Accept peers at this socket; where that is, for the others."""
+        """Accept peers at this socket; return its address for the others."""
         mesh, name = self.mesh, listener.getsockname()
         log.debug("rank %d listens at %s", mesh.rank, Endpoint(*name[:2]))
         domain = mesh.domain
@@ -281,7 +281,7 @@ class Rendezvous:
             connection.send_control(kind, payload)
 
     def _control_came(self, peer: int, kind: Kind, payload: bytes) -> None:
-        """A control frame came. Raises `FrameError` if it makes no sense."""
+        """Handle a control frame. Raises `FrameError` if it makes no sense."""
         mesh = self.mesh
         if kind is Kind.ADDRESS and mesh.rank == 0 and peer not in mesh.addresses:
             address = decode(payload, Address)
@@ -303,7 +303,7 @@ class Rendezvous:
             raise FrameError(f"a {kind.name} frame from rank {peer}")
 
     def _table(self, payload: bytes) -> list[Address]:
-        """Every rank's address, as rank 0 says. Raises `FrameError`."""
+        """Return every rank's address, as rank 0 says. Raises `FrameError`."""
         if self.wide is None:
             return decode(payload, Table).addresses
         addresses = decode(payload, CompactTable).addresses()
@@ -361,7 +361,7 @@ class Rendezvous:
 
 
 def _check_numbers(addresses: Mapping[int, Address]) -> None:
-    """What a rank says about itself is called as it stands: a number, never a name."""
+    """Raise `FrameError` unless ranks' addresses are numbers, not names: they are called as is."""
     numbers: set[str] = set()
     for rank, address in addresses.items():
         if address.host not in numbers:

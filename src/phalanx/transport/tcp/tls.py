@@ -50,7 +50,7 @@ _PEM = re.compile("-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.
 
 
 def on_other_host(sock: socket.socket) -> bool:
-    """Whether the two ends of a connection have different addresses."""
+    """Return whether the two ends of a connection have different addresses."""
     try:
         here, there = sock.getsockname()[0], sock.getpeername()[0]
     except OSError:  # it is broken, which is noticed later
@@ -59,7 +59,7 @@ def on_other_host(sock: socket.socket) -> bool:
 
 
 class Tls:
-    """What a rank, a server of the launcher or its caller has for TLS; with one certificate.
+    """The TLS of a rank, of a server of the launcher or of its caller; with one certificate.
 
     apart   whether a connection leads to another host
     able    whether there is the package `cryptography`
@@ -99,7 +99,7 @@ class Tls:
         self._offers = [Offer(self.stance, apart, self._fingerprint) for apart in (False, True)]
 
     def offer(self, sock: socket.socket) -> Offer:
-        """Return what this side says about TLS on that connection."""
+        """Return this side's offer of TLS on that connection."""
         return self._offers[self.apart(sock)]
 
     def wrap(self, sock: socket.socket, handshake: Handshake) -> TlsSocket:
@@ -115,7 +115,7 @@ class Tls:
         return wrapped
 
     def is_readable(self, sock: socket.socket) -> bool:
-        """Whether what this connection carries to another host can be read, for want of TLS."""
+        """Return whether, for want of TLS, others can read the bytes to another host."""
         readable = not isinstance(sock, TlsSocket) and self.stance is Stance.CANNOT
         return readable and self.apart(sock)
 
@@ -127,7 +127,7 @@ class Tls:
 
     @cached_property
     def _credentials(self) -> tuple[str, str, str]:
-        """A certificate, its key, and the issuer's certificate, in PEM."""
+        """Return a certificate, its key, and the issuer's certificate, in PEM."""
         if not self._own["CERT"]:
             return _make(self._token)
         cert, key, issuer = (
@@ -145,7 +145,7 @@ class Tls:
 
     @cached_property
     def _contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-        """Of a client, and of a server."""
+        """Return the contexts of a client, and of a server."""
         cert, key, issuer = self._credentials
         try:
             # OpenSSL reads files. This one has no name.
@@ -214,7 +214,7 @@ def _make(token: bytes) -> tuple[str, str, str]:
 
 
 class TlsSocket(ssl.SSLSocket):
-    """A socket within TLS: whoever uses one need not know. `Tls.wrap` makes it.
+    """A socket within TLS: users of it need not know. `Tls.wrap` makes it.
 
     TLS begins with the first use; the peer's certificate is compared before anything is said. A
     read or write that would wait raises `BlockingIOError`, and damage OSError (EBADMSG), with
@@ -224,9 +224,9 @@ class TlsSocket(ssl.SSLSocket):
     due      the SHA-256 of the certificate that the peer has to show
     read_waits   a read has something to send first, such as new keys, and waits for the kernel
 
-    OpenSSL keeps what it has encrypted and the kernel has not taken, and insists on the same bytes
-    the next time. So these are kept, and all but the last of them count as sent: who sends goes on
-    with that one, sooner or later, and until then his message is not complete.
+    OpenSSL keeps encrypted bytes that the kernel has not taken, and insists on the same bytes the
+    next time. So these are kept, and all but the last of them count as sent: the sender goes on
+    with that one, sooner or later, and until then its message is not complete.
     """
 
     first = due = b""
@@ -309,7 +309,7 @@ class TlsSocket(ssl.SSLSocket):
 
 
 def _words(error: ssl.SSLError, *, stands: bool) -> str:
-    """What has happened to the peer, such as "its bytes were changed"."""
+    """Describe the error of the peer, such as "its bytes were changed"."""
     what = (error.reason or str(error)).lower().replace("_", " ")
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate does not hold: {error.verify_message} ({VARIABLE}_CA)"

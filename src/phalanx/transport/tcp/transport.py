@@ -51,7 +51,7 @@ KINDS = {message: kind for kind, message in MESSAGES.items()}
 class TcpTransport(Transport):
     """Moves bytes over the sockets of its mesh.
 
-    domain         what the ranks of this host share, if they do
+    domain         the memory that the ranks of this host share, if they do
     first_look     seconds that a work is waited for before its deadline is checked
     expiry_check   seconds between checks of the deadlines of works nobody waits for
     spin           seconds that a thread polls before it sleeps: being woken takes longer than most
@@ -91,7 +91,7 @@ class TcpTransport(Transport):
         self._looks = 0  # at steps that are polled, since one was complete
 
     def share(self, domain: HostMemory) -> None:
-        """From now on, groups have control blocks in the shared memory of this host."""
+        """Give groups control blocks in the shared memory of this host, from now on."""
         self.domain = domain
         self.spin = 0.0  # its steps do that
         self.reactor.watch(domain.wakeup, domain.on_wakeup)
@@ -236,7 +236,7 @@ class TcpTransport(Transport):
                 self._thread_may_go_on.notify()  # or it would look too late
 
     def _turn(self, seconds: float, spin: float = 0.0) -> None:
-        """One turn: park, wait for sockets and wakeups, then handle what is ready."""
+        """Take one turn: park, wait for sockets and wakeups, then handle the ready ones."""
         engine, domain = self.engine, self.domain
         if domain is not None and (engine.polled or domain.stalled):
             domain.park()
@@ -263,9 +263,9 @@ class TcpTransport(Transport):
             engine.run_ready()
 
     def _pause(self) -> float:
-        """How long to sleep before the next look at a step that does not wake this rank.
+        """Return the seconds of sleep before the next look at a step that does not wake this rank.
 
-        Not at all at first, since most waits are shorter than the shortest sleep.
+        0 at first, since most waits are shorter than the shortest sleep.
         """
         self._looks += 1
         if self._looks <= LOOKS:
@@ -305,7 +305,7 @@ class TcpTransport(Transport):
             raise
 
     def _move(self, soon: float) -> float:
-        """Move what nobody waits for, or sleep, so many seconds at most; seconds until the next.
+        """Move works nobody waits for, or sleep `soon` seconds at most; return the next `soon`.
 
         A work is left to other threads while it is young.
         """
@@ -387,6 +387,6 @@ class TcpTransport(Transport):
 
 
 def _step_of(until: Wait) -> Step | None:
-    """The step inside which a thread may wait: an epoch, or a library's collective."""
+    """Return the step inside which a thread may wait: an epoch, or a library's collective."""
     step = until.group.head_of_queue(until).step if isinstance(until, Work) else None
     return step if isinstance(step, Step) else None
