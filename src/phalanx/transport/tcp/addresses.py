@@ -116,9 +116,9 @@ def address_on_interface(own: str = "") -> str:
 
 
 def chosen_interfaces() -> list[Interface]:
-    """Return the addresses that PHALANX_INTERFACE allows: none where it is not set.
+    """Return the addresses that PHALANX_INTERFACE allows: none if it is not set.
 
-    What is no interface of this host raises `BackendUnavailableError`, and names those that are.
+    Raises `BackendUnavailableError`, which names this host's interfaces, for any other.
     """
     text = os.environ.get(INTERFACE, "").strip()
     if not text:
@@ -372,8 +372,8 @@ _Holder: TypeAlias = "tuple[int, int]"  # user, inode
 def stranger(sock: socket.socket) -> str:
     """Return why the process at the other end of a connection is not let in without a token.
 
-    "" for a process of this user or of root. Where the system does not show whose it is, nobody is
-    let in: launchers make a token, and a job that is started by hand can be given one.
+    "" for a process of this user or of root. If the system does not show its owner, it is not let
+    in: launchers make a token, and a job that is started by hand can be given one.
 
     Ask when the other end has answered: before it has accepted the call, nobody holds its socket.
     """
