@@ -194,7 +194,7 @@ class ShmCollective:
                 self._take_whole(given, out, elsewhere)
         except UnreadableError as error:
             yield shared.after(error)
-        # Who gives waits until it is read. Who only takes need not wait for others who do.
+        # A member that gives waits until it is read. One that only takes does not wait for takers.
         is_read = not plan.form.from_root or plan.gives
         yield shared.epoch(last=True, places=None if is_read else ())
 
