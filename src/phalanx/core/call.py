@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from phalanx.core.steps import Step
 
 WORLD_ID = 0  # of the group of all ranks
-# What is between the user's line and here: packages, and what torch wraps its functions in.
+# The code between the user's line and here: packages, and torch's wrappers of functions.
 _INSIDE = ("phalanx.", "torch.", "contextlib", "typing_extensions", "warnings")
 
 
