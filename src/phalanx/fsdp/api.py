@@ -267,7 +267,7 @@ class FSDP(Wrapper):
         if self.strategy.keeps_whole:
             self._runtime.unshard_written()
 
-    # What optimizers tell -------------------------------------------------------------------
+    # Steps of optimizers --------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Take an optimizer's step as about to write some of the parameters."""
