@@ -188,7 +188,7 @@ class StoragePool:
 
 
 def trim_heap() -> None:
-    """Return freed memory that the C library has kept to the system, if it can (glibc)."""
+    """Give freed memory that the C library has kept to the system, if it can (glibc)."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
