@@ -416,7 +416,7 @@ _LISTENS = 10  # TCP_LISTEN: no such connection, but somebody waits for one
 
 
 def _ask_kernel(local: _End, remote: _End) -> _Holder | None:
-    """Return the holder of the socket with these addresses; None for none, or no answer."""
+    """Return the holder of the socket with these addresses; None without one, or an answer."""
     family = socket.AF_INET if local[0].version == 4 else socket.AF_INET6
     ports = (end[1].to_bytes(2, "big") for end in (local, remote))
     question = _QUESTION.pack(

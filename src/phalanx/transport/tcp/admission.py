@@ -46,7 +46,7 @@ REST = 0.1  # seconds without accepting, when there are no resources for it
 TOLD_IN_FULL = 10  # log lines of each kind; then one for the 10th, 100th, 1000th ...
 HUNG_UP = "the connection was closed during the handshake"
 
-OUT_OF = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})  # resources of a host
+OUT_OF = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})  # a host lacks it
 # Errors that accept() raises on Linux for the pending connection, not for the listener.
 _OF_THE_CALLER = frozenset(
     {

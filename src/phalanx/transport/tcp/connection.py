@@ -208,7 +208,7 @@ class Mesh:
         return False
 
     def close_in_child(self) -> None:
-        """Close a forked child's copy, which would hide this rank's death, and send its bytes."""
+        """Close a forked child's copy: it would hide this rank's death, or could write to peers."""
         for connection in self.connections.values():
             connection.sock.close()
         for sock in self.wide.sockets() if self.wide is not None else ():
