@@ -62,8 +62,8 @@ class Choice(NamedTuple):
         return f"{self.algorithm}: {how} {listed}"
 
 
-# What is reduced from staging memory, when all of it is there, costs so much more than what is
-# reduced while it arrives.
+# To reduce from staging memory, when all of it is there, costs so much more than to reduce
+# contributions while they arrive.
 _FOLDED = 1.125
 
 

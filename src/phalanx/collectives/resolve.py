@@ -259,11 +259,11 @@ def checked_algorithm(
 
 
 # ------------------------------------------------------------------------------
-# What rounds of messages work on: for each collective, a rank's memory as its schedule wants it.
+# The memory of rounds of messages: for each collective, a rank's memory as its schedule wants it.
 #
-# A schedule cuts one tensor into chunks, and combines into it or copies to it. So what a rank gives
-# has to be copied to where its result will be, or, where the result is a smaller one, to memory
-# that is as large as the whole.
+# A schedule cuts one tensor into chunks, and combines into it or copies to it. So a rank's input
+# has to be copied to the place of its result, or, if the result is a smaller one, to memory that is
+# as large as the whole.
 
 
 class RoundMemory(NamedTuple):

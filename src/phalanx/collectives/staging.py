@@ -85,7 +85,7 @@ class StagedCollective:
         slices = SLICES[collective]
         self._rows_given = size if slices.source else 1
         self._rows = size if slices.out else 1  # of the result
-        # What is given lies where its result will be, or in its place in that, or behind it.
+        # The input lies in the place of its result, or in its part of that, or behind it.
         behind, own = self._rows if slices.source else 0, rank if slices.out else 0
         self._first_given = behind or own
         rows = behind + self._rows_given if behind else self._rows

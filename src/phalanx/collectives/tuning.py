@@ -155,7 +155,7 @@ def _at(sizes: tuple[int, ...], count: int, seconds: tuple[float, ...]) -> float
 
 
 # ------------------------------------------------------------------------------
-# What a backend remembers of earlier calls: plans, and which algorithm was chosen.
+# A backend's memory of earlier calls: plans, and chosen algorithms.
 
 KEPT = 1024  # the oldest go first
 

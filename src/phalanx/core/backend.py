@@ -64,7 +64,7 @@ T = TypeVar("T")
 DEFAULT_TIMEOUT = 60.0
 """Seconds that a call waits at most, where neither it nor its backend was told otherwise."""
 MAX_TAG = 2**31 - 1
-PATIENCE = 0.05  # seconds that a work is left to its waiter, where no processor is spare
+PATIENCE = 0.05  # seconds that a work is left to its waiter, if no processor is spare
 
 
 class Backend:
@@ -108,7 +108,7 @@ class Backend:
         # A collective that a library does whole cannot be compared before it runs.
         self.native = None if engine.strict else engine.native(group)
         self.links = Links(inside=INSIDE_A_HOST, between=BETWEEN_HOSTS)
-        # Of upper layers: what they have worked out, which may be dropped; and what they keep.
+        # Of upper layers: results that may be dropped; and state that they keep.
         self.cache: dict[Hashable, object] = {}
         self.kept: dict[Hashable, object] = {}
 
@@ -207,11 +207,11 @@ class Backend:
     ) -> int:
         """Receive from rank `src` into a tensor or writable buffer, which is filled whole.
 
-        `src=None` takes the first message with this tag, whoever sends it. Returns the sender.
+        `src=None` takes the first message with this tag, of any sender. Returns the sender.
         Raises `SizeMismatchError` if the message has another size than `into`, once it has come
         whole; it is dropped then. After a `CollectiveTimeoutError` the message is not lost: the
-        next `recv` gets it. What has arrived of it is copied and kept, whatever its size; so it
-        comes however short the timeouts of repeated calls. Also raises `InvalidRankError`,
+        next `recv` gets it. Bytes that have arrived are copied and kept, at any size; so it comes
+        even if the timeouts of repeated calls are short. Also raises `InvalidRankError`,
         `SelfSendError` and `PeerLostError`.
         """
         return self.irecv(into, src, tag=tag, timeout=timeout, background=False).wait()
@@ -562,7 +562,7 @@ class Backend:
         finally:
             memory.close()
 
-    # What is checked before anything is sent ------------------------------------------------
+    # Checks before anything is sent ---------------------------------------------------------
 
     def check_rank(self, rank: int, what: str = "rank") -> int:
         """Return `rank` as an int, of any integer; `InvalidRankError` unless the group has it."""

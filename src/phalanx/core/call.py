@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from phalanx.core.steps import Step
 
 WORLD_ID = 0  # of the group of all ranks
-# What is between the user's line and here: packages, and what torch wraps its functions in.
+# The code between the user's line and here: packages, and torch's wrappers of functions.
 _INSIDE = ("phalanx.", "torch.", "contextlib", "typing_extensions", "warnings")
 
 
@@ -100,7 +100,7 @@ class Call:
 
 
 def check_world_size(size: int) -> int:
-    """Return it as an int. TypeError for none, `InvalidWorldSizeError` for less than 1."""
+    """Return it as an int. TypeError unless it is one, `InvalidWorldSizeError` for less than 1."""
     number = whole_number(size, "world_size")
     if number < 1:
         raise InvalidWorldSizeError(f"a group needs at least one rank, not {number}")
@@ -108,7 +108,7 @@ def check_world_size(size: int) -> int:
 
 
 def whole_number(number: int, what: str) -> int:
-    """Return it as an int. TypeError, which names the argument, for none."""
+    """Return it as an int. TypeError, which names the argument, unless it is one."""
     try:
         return index(number)
     except TypeError:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from phalanx.core.work import Work
 
 # ------------------------------------------------------------------------------
-# What `backend.counters()` returns.
+# The results of `backend.counters()`.
 
 
 class PeerCounts(Struct):
@@ -160,7 +160,7 @@ class Counters:
         self._operations: defaultdict[str, list[float]] = defaultdict(lambda: [0, 0.0])
         self._seconds_unknown = 0.0
         self._taken: list[Taken] = []
-        # And since when it was not accounted for. Only who waits adds and removes.
+        # And the start of its time not yet counted. Only the waiting thread adds and removes.
         self._blocked: dict[Wait, list[float]] = {}
 
     def snapshot(self) -> Counts:

@@ -431,9 +431,9 @@ class EarlyControl:
 
 
 # ------------------------------------------------------------------------------
-# A child that was forked, such as a data loader's worker, has copies of what its parent has made:
-# locks that are held by threads which it has not, sockets, memory that other ranks read. It can use
-# none of it, and all of it goes through the engine. What it makes anew is its own.
+# A child that was forked, such as a data loader's worker, has copies of its parent's objects: locks
+# that are held by threads which it has not, sockets, memory that other ranks read. It can use none
+# of them, and all of them go through the engine. Backends that it makes anew are its own.
 
 
 class ForkedEngine(Engine):

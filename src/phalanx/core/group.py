@@ -319,7 +319,7 @@ class Group(Members):
         """Note that a member has closed the group in good order: only waits for it fail."""
         self.left.add(rank)
         if self.checker.desync is not None:
-            self.fail(self.checker.desync.failure)  # it will not answer what it was doing
+            self.fail(self.checker.desync.failure)  # it will not answer
         failure = Failure(PeerLostError, rank, rank, f"rank {self.name_of_global(rank)} left")
         for work in self._messages | set(list(self._queue)[:1]):
             if work.step is not None and work.step.needs(rank):

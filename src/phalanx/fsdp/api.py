@@ -103,7 +103,7 @@ class FSDP(Wrapper):
     Gradients are reduced by a copy of the compressor, `.compression`: those of a group together.
     With FULL_SHARD and SHARD_GRAD_OP each rank sends the owner of each shard its part of it; with
     `hybrid` gradients are reduced as they are inside of a shard group, and compressed between
-    these, over the slow links; with NO_SHARD as in DDP. Its state (the residual of error feedback)
+    these, over the slow links; with NO_SHARD as in DDP. A compressor's state, such as residuals,
     stays as it was if a pass fails, or if a mean is not finite on any rank. Error feedback keeps 4
     bytes a value of the FULL gradients on every rank, and as many more while a backward pass runs:
     as much as a rank without FSDP has for gradients. So use it for models whose optimizer state is
@@ -267,7 +267,7 @@ class FSDP(Wrapper):
         if self.strategy.keeps_whole:
             self._runtime.unshard_written()
 
-    # What optimizers tell -------------------------------------------------------------------
+    # Steps of optimizers --------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Take an optimizer's step as about to write some of the parameters."""

@@ -153,7 +153,7 @@ def _is_called(module: nn.Module) -> bool:
 #
 # Modules are asked to `reset_parameters` in the order of the model, as when it is built, so they
 # draw the same random numbers. A group is cut as soon as it is complete, and its full values are
-# dropped. So a rank holds one full group at a time, and what is in no smaller group.
+# dropped. So a rank holds one full group at a time, and parameters in no smaller group.
 
 
 def _with_values(

@@ -30,7 +30,7 @@ from phalanx.fsdp.strategy import MixedPrecision, ShardingStrategy
 from phalanx.fsdp.unsharded import UnshardedParameter, UnshardState
 from phalanx.torch_internals import SWAPS_MEMORY, swap_memory
 
-# Which ranks, and what ---------------------------------------------------------------------------
+# Ranks and shards --------------------------------------------------------------------------------
 
 
 class ShardingPlan(NamedTuple):
@@ -89,7 +89,7 @@ class ShardingPlan(NamedTuple):
         return "direct" if len(set(shards.topology)) in (1, shards.world_size) else "auto"
 
 
-# Where parameters lie ---------------------------------------------------------------------------
+# Places of parameters ---------------------------------------------------------------------------
 
 
 class FlatLayout:
@@ -188,7 +188,7 @@ class StoragePool:
 
 
 def trim_heap() -> None:
-    """Return freed memory that the C library has kept to the system, if it can (glibc)."""
+    """Give freed memory that the C library has kept to the system, if it can (glibc)."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
@@ -240,7 +240,7 @@ class FlatParameter:
         )
         self.current = False
         self._pending: PendingCollective[Tensor] | None = None
-        # As .data: what is written into it does not count as a change of what autograd saved.
+        # As .data: writes to it do not count as a change of tensors that autograd saved.
         self.homes = self.split(self.unsharded.data)
         self.views = [
             UnshardedParameter(home, state, name, shard)

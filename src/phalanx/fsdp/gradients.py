@@ -79,7 +79,7 @@ class FlatGradient:
         self._means: list[Tensor] = []
         self.used: set[int] = set()
 
-    # What autograd gives --------------------------------------------------------------------
+    # Gradients of autograd ------------------------------------------------------------------
 
     def accumulate(self, number: int) -> None:
         """Take in autograd's gradient of a parameter, which is gone then."""
@@ -213,7 +213,7 @@ class FlatGradient:
         for wait in averaging:
             wait()
 
-    # What parameters get --------------------------------------------------------------------
+    # Gradients of parameters ----------------------------------------------------------------
 
     def has_mean(self, number: int) -> bool:
         """Return whether a parameter had a gradient on this rank; or has a mean here, from the

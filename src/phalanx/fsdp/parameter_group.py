@@ -66,8 +66,8 @@ class ForwardPass:
     """A forward pass of the model: the one under way, or the last one."""
 
     order: list[ParameterGroup] = field(default_factory=list)  # that were called [pre_forward]
-    # Calls under way, inside each other; the error that was being handled when each began; what has
-    # computed its inputs, of a leaf None [pre_forward, post_forward, abandon_forward]
+    # Calls under way, inside each other; the error that was being handled when each began; the
+    # autograd nodes of its inputs, of a leaf None [pre_forward, post_forward, abandon_forward]
     stack: list[tuple[ForwardCall, BaseException | None, set[object]]] = field(default_factory=list)
     # Whether there is a graph of a backward pass, which will read parameters, too
     has_graph: bool = False  # [pre_backward, _close_backward]

@@ -224,7 +224,7 @@ class FsdpRuntime:
         for group in dict.fromkeys((*self.last_order, *self.groups)):
             group.unshard()
 
-    # A backward pass: where it is -----------------------------------------------------------
+    # The backward pass: follow it -----------------------------------------------------------
 
     def _watch(self, call: ForwardCall, before: set[Any], outputs: Any) -> None:
         """Watch for the backward pass through this call.
@@ -339,7 +339,7 @@ class FsdpRuntime:
             self._reduce_once(group)
         self.reshard(group)
 
-    # A backward pass: what is over ----------------------------------------------------------
+    # The backward pass: end it --------------------------------------------------------------
 
     def post_backward(self, group: ParameterGroup) -> None:
         """End a group's backward pass: it gets no more gradients."""

@@ -1,4 +1,4 @@
-"""Unsharded parameters: modules compute with them, in some states.
+"""Unsharded parameters: the tensors that modules compute with, and their states.
 
 A parameter group is in one of four states. Forward and backward passes go around the first three:
 
@@ -177,7 +177,7 @@ class Registration(NamedTuple):
 
 
 def registrations(model: nn.Module) -> list[Registration]:
-    """Return all of a model. A parameter that modules share has several."""
+    """Return all registrations of a model. A parameter that modules share has several."""
     return [
         Registration(f"{prefix}.{attribute}".lstrip("."), module, attribute, parameter)
         for prefix, module in model.named_modules(remove_duplicate=False)

@@ -41,7 +41,7 @@ class WriteEpoch:
         self._in_place = any(flat.common and not flat.apart for flat in self._flats)
         self._copies = any(flat.common and flat.apart for flat in self._flats)
         self._all_written: PendingCollective[None] | None = None
-        self._writer: str | None = None  # what writes now
+        self._writer: str | None = None  # the write under way
         self._depth = 0  # a step may call that of its base class, of which torch tells, too
         self._versions = self._count_versions()
         self._stale = True
@@ -88,7 +88,7 @@ class WriteEpoch:
             self._depth = 0
             self.end(self._writer)
         if self._count_versions() != self._versions:
-            # Someone has written who did not say so, as `p.sub_(...)` does.
+            # Somebody has written without `writing()`, as by `p.sub_(...)`.
             self._next_epoch()
             if self._in_place:
                 barrier(label=f"FSDP: parameters were written, {self.number}")
@@ -109,7 +109,7 @@ class WriteEpoch:
         self._stale = True
         for group in self._groups:
             group.reshard()
-            if group.waiting:  # what has read the old values goes no way back
+            if group.waiting:  # a graph that has read the old values goes no way back
                 group.waiting.clear()
         for flat in self._flats:
             flat.current = False

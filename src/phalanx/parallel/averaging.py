@@ -56,7 +56,7 @@ class Bucket:
 
     in_pieces   whether `put` leaves this rank's own slice, which nobody else reads, in place
     views       for each tensor its place in `flat`, in its shape
-    pieces      values that are not in `flat` yet: the first element of their place, and they
+    pieces      of values not in `flat` yet: the first element of their place, and the values
     pending     the parameters whose gradients have not come in this pass
     """
 

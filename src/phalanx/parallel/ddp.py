@@ -62,7 +62,7 @@ class DDP(Wrapper):
     skip_nonfinite          if gradients of a rank are infinite or NaN, every `.grad` of all
                    ranks becomes None, so that `optimizer.step()` does nothing. A warning in the log
                    names the ranks and their first such parameters; so do `skipped_steps` and
-                   `last_skip`. What `no_sync` accumulated before is dropped, too. Costs reading
+                   `last_skip`. Sums under `no_sync` from before are dropped, too. Costs reading
                    each bucket once before it is averaged and once after, and a message of 8 bytes.
                    Not together with torch's GradScaler, which checks the averages by itself
     check_replicas_every    after each such number of averaging backward passes, a hash of all
@@ -251,7 +251,7 @@ class DDP(Wrapper):
     ) -> Iterator[None]:
         """Let each rank train in here on its own number of batches; none at all, too.
 
-            def step():                      # the code after backward, without communication
+            def step():                      # whatever follows backward, without communication
                 optimizer.step()
                 optimizer.zero_grad()
 

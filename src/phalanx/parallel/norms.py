@@ -82,7 +82,7 @@ def _norm_over_ranks(model: nn.Module, norm_type: float) -> Tensor:
     owners = [owner for p in parameters if (owner := owner_of(p)) is not None]  # may be around it
     modules: Iterable[Any] = dict.fromkeys([*reversed(list(model.modules())), *owners])
     asked = [module for module in modules if hasattr(type(module), "other_parts")]
-    # Last those whose ranks have other modules: what the other groups leave over is alike on them.
+    # Last those whose ranks have other modules: the rest of the other groups is alike on them.
     asked.sort(key=lambda module: getattr(module, "spreads", False))
     shared: dict[Backend, set[nn.Parameter]] = {}
     for backend, some in (module.other_parts() for module in asked):

@@ -43,7 +43,7 @@ def check_joinable(module: nn.Module, backend: Backend, already: Join | None) ->
 #     rank 0   forward  | backward | over    | over
 #     rank 1   forward  | backward | forward | over        a column is one message of 16 bytes
 #
-# So ranks that have no batch left know what the others wait for, and samples can be counted.
+# So ranks that have no batch left know the others' waits, and samples can be counted.
 
 
 class JoinPhase(enum.IntEnum):

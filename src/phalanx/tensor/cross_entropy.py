@@ -150,7 +150,7 @@ class _CrossEntropy(Function):
         if e:
             dz -= e / shard.total
         dz.scatter_add_(1, place, own.to(dz.dtype).mul_(e - 1).unsqueeze(1))
-        # Not by multiplying with zero: what does not count may be infinite.
+        # Not by multiplying with zero: losses that do not count may be infinite.
         dz = dz.mul_(dloss.unsqueeze(1)).masked_fill_(~counts.unsqueeze(1), 0)
         return dz.to(z.dtype), None, None, None
 

@@ -102,8 +102,8 @@ class MeshBackend(Backend):
                 listener.close()
             if mesh.domain is not None and transport.domain is None:  # it came to nothing
                 mesh.domain.close()
-        # A process that ends without close() says goodbye all the same, so that what it has sent
-        # last is not lost with it.
+        # A process that ends without close() says goodbye all the same, so that its last messages
+        # are not lost with it.
         self._at_exit = CloseAtExit(self)
 
     def _meet(self, endpoint: Endpoint, listener: socket.socket | None, *, fall_back: bool) -> None:
@@ -270,10 +270,10 @@ class TcpBackend(MeshBackend):
     so does what it sends behind.
 
     Of more than 16 ranks, each is connected with 1 + log2(world_size) others at most when this
-    returns, and with another one when the first message to it is sent, which waits for the
-    connection. By way of those few every rank hears who has died or left. A thread of each rank
-    passes that on, and takes connections, while the rank is in no call; it listens until it closes.
-    A connection takes 64 KiB, and what the kernel keeps for a socket.
+    returns. The first message to another one waits for a new connection. By way of the first few
+    every rank hears of ranks that died or left. A thread of each rank passes that on, and takes
+    connections, while the rank is in no call; it listens until it closes. A connection takes
+    64 KiB, and the kernel's memory for a socket.
 
     Raises `InvalidWorldSizeError`, `InvalidRankError`, `BackendUnavailableError` (the port is in
     use, the address is not this host's, rank 0 may open fewer files than there are ranks),

@@ -1,8 +1,8 @@
 """The words in which every algorithm is written: Send, Recv, Combine, and the round.
 
 A schedule is one rank's part of an algorithm: a generator of rounds. A round is a tuple of steps
-that may happen together. A step names a peer and a run of chunks. The tensor is cut into chunks by
-whoever runs the schedule: no schedule ever touches a tensor, a socket, a thread or a clock.
+that may happen together. A step names a peer and a run of chunks. The executor cuts the tensor into
+chunks: no schedule ever touches a tensor, a socket, a thread or a clock.
 
 Every executor keeps these rules, and every schedule may count on them:
 
@@ -12,7 +12,7 @@ Every executor keeps these rules, and every schedule may count on them:
    chunks: the same `chunk`, the same `count`.
 3. Rounds are not barriers. A rank goes on to its next round when its own sends and receives are
    done, however far the others are. A round may be empty.
-4. If one round has several Combines into the same chunk, what comes is held aside and then reduced
+4. If one round has several Combines into the same chunk, messages are held aside and then reduced
    together with the rank's own values in rank order: x0 + x1 + x2 + ...
 
 The schedules of this package promise executors three things more, and the tests hold them to it:

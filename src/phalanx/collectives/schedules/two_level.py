@@ -1,9 +1,9 @@
 """Two levels: the ranks of a host work together first, so that each host sends its data once.
 
-The ranks of a host share its network interface. A direct exchange of all p ranks sends through it
-what each of them has; here a host's ranks reduce among themselves what goes out, and hand around
-among themselves what has come in. What crosses between hosts is cut into a chunk for each rank,
-and goes to one rank on each other host, its agent there: in as many streams as a host has ranks.
+The ranks of a host share its network interface. A direct exchange of all p ranks sends every rank's
+tensor through it; here a host's ranks first reduce tensors among themselves, and hand around those
+that come in. The traffic between hosts is cut into a chunk for each rank, which goes to one rank on
+each other host, its agent there: in as many streams as a host has ranks.
 
     all-reduce of n bytes, 2 hosts of 2 ranks        crosses from each host
 

@@ -115,7 +115,7 @@ class ShmCollective:
             self._reduction.reduce(views, flat)
 
     def _views_of_slots(self, number: int) -> list[Tensor]:
-        """Return this rank's views of the slots: of an all-reduce whole, as nobody passes it on."""
+        """Return this rank's part of each slot: all of an all-reduce, which nobody passes on."""
         shared, plan, size = self.shared, self.plan, self.plan.itemsize
         start, stop = (0, plan.given) if plan.form.passed_on else plan.mine
         part, count = slice(start // size, stop // size), plan.given // size
@@ -194,7 +194,7 @@ class ShmCollective:
                 self._take_whole(given, out, elsewhere)
         except UnreadableError as error:
             yield shared.after(error)
-        # Who gives waits until it is read. Who only takes need not wait for others who do.
+        # A member that gives waits until it is read. One that only takes does not wait for takers.
         is_read = not plan.form.from_root or plan.gives
         yield shared.epoch(last=True, places=None if is_read else ())
 
@@ -275,7 +275,7 @@ class ShmCollective:
             shared.leave_stage()
 
     def _stage(self, source: int, number: int) -> Iterator[Program]:
-        """Copy a piece of the input to the next part, when the others have read its last piece."""
+        """Copy a piece of the input to the next part, when the others have read the one there."""
         shared, plan = self.shared, self.plan
         if not plan.gives:
             return

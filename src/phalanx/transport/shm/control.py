@@ -141,7 +141,7 @@ class ControlBlock(SharedGroup):
         if flags is not None:
             self.met = max(self.met, min(words[FLAG] for words in flags))
         if WEAK_ORDER:
-            self.fence()  # what they have read may be written from now on
+            self.fence()  # memory that they have read may be written from now on
         return self.met >= value
 
     @override

@@ -87,7 +87,7 @@ def reading_pays() -> bool:
     """Return whether reading this process is faster than the copies of staging.
 
     That holds for the whole host, as far as kernel and machine decide. The least of a few times
-    counts, which other processes on the processor do not change.
+    counts: other processes that want the processor do not change it.
     """
     memory, copy = (ctypes.create_string_buffer(TIMED) for _ in range(2))
     there, here = ctypes.addressof(memory), ctypes.addressof(copy)

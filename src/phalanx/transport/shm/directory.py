@@ -157,7 +157,7 @@ class LocalPeer(dict[int, Segment]):
 
 
 # ------------------------------------------------------------------------------
-# Memory fences: in which order one processor sees what another has written.
+# Memory fences: the order in which one processor sees another one's writes.
 
 
 # Whether this processor shows stores to others in another order than that in which they were made.

@@ -55,7 +55,7 @@ class FlagWait(Step):
     def block(self, seconds: float) -> bool:
         """Spin a short while, with the lock held: most waits are shorter than it takes to park.
 
-        Do not if another rank needs the core.
+        Does not spin if another rank needs the core.
         """
         return self.control.share_of_cores > 0 and self.control.spin(self.value, self.places)
 

@@ -40,7 +40,7 @@ class RunAhead:
         self._side = 0  # the slot of the last collective that held up all
         self._half = 0  # the next part of such a collective
         self._part = 0  # the next part of a root that runs ahead
-        # The flags that others have when they have read what a root staged: by part, and the last.
+        # The flags that others have when they have read a root's part: by part, and the last.
         self._read = [0] * PARTS
         self._staged = 0
 

@@ -92,7 +92,7 @@ class Segment:
 _NAME = "phalanx"
 _SEALS = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, _SHRINK, _GROW, which Python has on Linux only
 
-# What of another process is opened: its type, how its name begins, and how it is opened.
+# The files of another process to open: type, beginning of the name, and flags.
 MEMORY = stat.S_ISREG, f"/memfd:{_NAME} ", os.O_RDWR
 PIPE = stat.S_ISFIFO, "pipe:", os.O_WRONLY | os.O_NONBLOCK
 

@@ -116,9 +116,9 @@ def address_on_interface(own: str = "") -> str:
 
 
 def chosen_interfaces() -> list[Interface]:
-    """Return the addresses that PHALANX_INTERFACE allows: none where it is not set.
+    """Return the addresses that PHALANX_INTERFACE allows: none if it is not set.
 
-    What is no interface of this host raises `BackendUnavailableError`, and names those that are.
+    Raises `BackendUnavailableError`, which names this host's interfaces, for any other.
     """
     text = os.environ.get(INTERFACE, "").strip()
     if not text:
@@ -372,8 +372,8 @@ _Holder: TypeAlias = "tuple[int, int]"  # user, inode
 def stranger(sock: socket.socket) -> str:
     """Return why the process at the other end of a connection is not let in without a token.
 
-    "" for a process of this user or of root. Where the system does not show whose it is, nobody is
-    let in: launchers make a token, and a job that is started by hand can be given one.
+    "" for a process of this user or of root. If the system does not show its owner, it is not let
+    in: launchers make a token, and a job that is started by hand can be given one.
 
     Ask when the other end has answered: before it has accepted the call, nobody holds its socket.
     """
@@ -416,7 +416,7 @@ _LISTENS = 10  # TCP_LISTEN: no such connection, but somebody waits for one
 
 
 def _ask_kernel(local: _End, remote: _End) -> _Holder | None:
-    """Return the holder of the socket with these addresses; None for none, or no answer."""
+    """Return the holder of the socket with these addresses; None without one, or an answer."""
     family = socket.AF_INET if local[0].version == 4 else socket.AF_INET6
     ports = (end[1].to_bytes(2, "big") for end in (local, remote))
     question = _QUESTION.pack(

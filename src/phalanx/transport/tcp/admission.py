@@ -46,7 +46,7 @@ REST = 0.1  # seconds without accepting, when there are no resources for it
 TOLD_IN_FULL = 10  # log lines of each kind; then one for the 10th, 100th, 1000th ...
 HUNG_UP = "the connection was closed during the handshake"
 
-OUT_OF = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})  # what a host lacks
+OUT_OF = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})  # a host lacks it
 # Errors that accept() raises on Linux for the pending connection, not for the listener.
 _OF_THE_CALLER = frozenset(
     {
@@ -290,7 +290,7 @@ class Acceptor:
             self.turn_away(first, "had to give way to other callers before it had proved itself")
 
     def _tick(self) -> None:
-        # What callers have sent was read before: sockets come before timers in every turn. And
+        # Callers' words were read before: sockets come before timers in every turn. And
         # after a long absence this rank counts one tick, not many.
         self.now += 1
         self._ticking = False
@@ -383,8 +383,8 @@ class PendingConnection:
 #     PHALANX_TOKEN        the token itself
 #     PHALANX_TOKEN_FILE   a file that holds it, which only its owner may read (chmod 600)
 #
-# Never on a command line, which everybody on the host can read, and never in a message, whoever it
-# is for: errors here say how long a token is, at most.
+# Never on a command line, which everybody on the host can read, and never in any message: errors
+# here tell a token's length, at most.
 
 LEAST_BYTES = 16  # 128 bits, if they are random
 MOST_BYTES = 4096

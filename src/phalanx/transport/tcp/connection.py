@@ -4,9 +4,9 @@ Of up to 16 ranks, all connections are opened in the rendezvous, before the firs
 ranks notice a death at once, a failure notice reaches a rank whatever it is doing, and a message
 can be sent to a rank that is busy elsewhere.
 
-More ranks make a *wide* mesh: each is connected with some neighbours from the start, by way of
-which it hears of deaths and failures, and with others from the first message on, for which it
-listens until it closes (`flooding.py`).
+More ranks make a *wide* mesh: each is connected with some neighbours from the start, and hears of
+deaths and failures from them. It is connected with others from the first message on, and listens
+for their calls until it closes (`flooding.py`).
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ OPTIONS: tuple[Option, ...] = (
 
 # Inside a host no packet is lost, so nothing is gained by a sender that paces itself: with BBR,
 # large messages take half as long again as with reno, which every user may choose. And a sender
-# should not be far ahead: 2.5 GB/s for the 0.1 ms until a receiver runs are 256 KiB. What is more
-# has left the caches before it is read.
+# should not be far ahead: 2.5 GB/s for the 0.1 ms until a receiver runs are 256 KiB. Bytes beyond
+# that have left the caches before they are read.
 INSIDE_A_HOST: tuple[Option, ...] = (
     (socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno"),
     (socket.SOL_SOCKET, socket.SO_SNDBUF, 256 << 10),
@@ -208,7 +208,7 @@ class Mesh:
         return False
 
     def close_in_child(self) -> None:
-        """Close a forked child's copy, which would hide this rank's death, and send its bytes."""
+        """Close a forked child's copy: it would hide this rank's death, or could write to peers."""
         for connection in self.connections.values():
             connection.sock.close()
         for sock in self.wide.sockets() if self.wide is not None else ():
@@ -263,7 +263,7 @@ class Connection:
         self._queue: deque[PostedSend] = deque()
         self._begun = NONE  # bytes of the first of them that are in frames which have begun
         self._control: deque[bytes] = deque()
-        self._pieces: list[memoryview] = []  # what is left of the frame that is being written
+        self._pieces: list[memoryview] = []  # the rest of the frame that is being written
         self._events = 0
         self._watch(READ)
 
@@ -436,7 +436,7 @@ class Connection:
                     return
                 self.heard = True
                 decoder.received(count)
-                # What comes next stays in the socket unless it belongs to a posted receive: the
+                # The next message stays in the socket unless it belongs to a posted receive: the
                 # rank that has received its message posts the next receive first, so fewer
                 # messages are unexpected and have to be copied.
                 arrival = self._arrival

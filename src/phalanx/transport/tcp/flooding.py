@@ -77,10 +77,10 @@ class Flooding:
         self.acceptor: Acceptor | None = None
         self.calls: dict[int, LazyConnection] = {}
         self._parted: WeakSet[Connection] = WeakSet()
-        self._gone: dict[int, RankLeft | RankLost] = {}  # what was heard first about each rank
+        self._gone: dict[int, RankLeft | RankLost] = {}  # the first word about each rank
         self._groups: dict[tuple[int, int], Word] = {}  # and about groups, the last of it
         self._closed: dict[int, Collection[int]] = {}  # groups that this rank left, their members
-        self._new: list[Word] = []  # what is still to be passed on
+        self._new: list[Word] = []  # news still to be passed on
         self._waits = self._mends = False
 
     # Connections ----------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class Flooding:
         mesh, call = self.mesh, self.calls.get(peer)
         if peer in mesh.connections:
             # It was accepted while this call was under way. Or it is rank 0, which has parted. Only
-            # where ranks first come is it a second copy, which has to be told so.
+            # at the rendezvous is it a second copy, which has to be told so.
             return mesh.rank == 0 and mesh.rendezvous is not None
         # Of two that call each other, the lower rank's call counts; unless the other's host has not
         # taken it, and may never do so.

@@ -63,7 +63,7 @@ OWN_FILES = 64  # that rank 0 may need beside its connections
 GRACE = 1.0  # seconds that a rank waits longer than rank 0, which knows who is missing
 
 Drive = Callable[[Callable[[], bool], float], None]
-Attach = Callable[[list[Address]], str]  # all addresses -> what went wrong, or ""
+Attach = Callable[[list[Address]], str]  # all addresses -> the problem, or ""
 
 
 class Rendezvous:

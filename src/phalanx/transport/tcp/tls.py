@@ -280,7 +280,7 @@ class TlsSocket(ssl.SSLSocket):
         return count
 
     def _do(self, what: Callable[..., Any], *args: object) -> Any:
-        """Do that within TLS, which begins first; 0 at the end of what comes."""
+        """Do that within TLS, which begins first; return 0 at the end of the peer's bytes."""
         self.read_waits = False
         try:
             if not self._stands:
