@@ -103,7 +103,7 @@ class Thresholds(NamedTuple):
     crowded_to       largest one, where ranks share cores: of a larger one the others copy what
                      was staged from the cache
 
-    `make thresholds` measures each beside half and twice of it.
+    `make thresholds` measures each beside half and twice of it; docs/notes/performance.md has them.
     """
 
     small: int = SMALL
