@@ -37,27 +37,6 @@ def split(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
     return [i for i in items if i not in left], [i for i in items if i in left]
 
 
-# Parts of the names of files that take seconds, wait, or use sockets: not in the quick form.
-SLOW = """
-agreement arena batch_norm blame checkpoint_a checkpoint_d clip common_fails compile compression_
-copies cost_model cross_entropy device_staging diloco drift failures forks fuzz grad_scaler hostile
-interrupts join kept_messages kills large learned_types linear local_ mesh native_steps
-object_messages own_stage pace passes pipeline_schedules pipeline_training pipeline_wrapped
-programs property random_k rank_order resharding retries service_ shm_bits shm_control sparse
-stress tcp timeouts torch torn two_level waits whole_model wide
-"""
-
-
-def quick(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
-    """Those of the quick form, the first case of each test, and the others."""
-    first: dict[str, Item] = {}
-    for item in items:
-        if not any(part in item.path.name for part in SLOW.split()):
-            first.setdefault(item.nodeid.partition("[")[0], item)
-    stay = set(first.values())
-    return list(first.values()), [item for item in items if item not in stay]
-
-
 def _squares(board: Sequence[Item]) -> Squares:
     """Values are numbered as they come; who asks for one item by its name gets it."""
     columns = []

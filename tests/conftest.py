@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent / "multiprocess"))  # what several 
 sys.path.insert(0, str(Path(__file__).parent / "checkpoint"))
 sys.path.insert(0, str(Path(__file__).parent))  # so that any test may import `clusters`
 
-from checkered import quick, split
+from checkered import split
 from clusters import CLUSTERS, Cluster, Wide
-from forms import LONG, QUICK, examples
+from forms import LONG, QUICK, examples, quick
 from together import Together
 
 hypothesis.settings.register_profile(

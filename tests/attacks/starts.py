@@ -206,12 +206,14 @@ def listening() -> list[tuple[str, int]]:
 def be_a_stranger(seed: int, where: str) -> None:
     rng = random.Random(seed)
     held: list[socket.socket] = []
-    own = socket.create_server(("127.0.0.1", 0), backlog=4096) if where == "elsewhere" else None
+    own = None
+    if where == "elsewhere":
+        own = socket.create_server(("127.0.0.1", 0), backlog=4096)
+        own.setblocking(False)
     while True:
         time.sleep(0.005)  # he does not want the processor, but the door
         places = [(host, port) for host, port in listening() if where != "only" or port in PORTS]
-        if own is not None:
-            own.setblocking(False)
+        if own is not None:  # he has looked at all places, as he does at the doors
             with suppress(BlockingIOError):
                 while True:
                     own.accept()[0].close()

@@ -18,13 +18,7 @@ from phalanx.collectives.shm import plan as plans
 from phalanx.collectives.shm.plan import LINE, make_shm_plan
 from phalanx.core.counters import Counters, Taken
 from phalanx.core.reduce_op import BLOCK, RankOrderReduction, ReduceOp, reduction_for
-from phalanx.core.shared_group import (
-    Descriptors,
-    Location,
-    Region,
-    SharedGroup,
-    UnreadableError,
-)
+from phalanx.core.shared_group import Descriptors, Location, Region, SharedGroup, UnreadableError
 from phalanx.core.steps import Program
 from phalanx.wire.memory import tensor_at
 
@@ -178,7 +172,7 @@ class ShmCollective:
         found = shared.find(address, plan.given)
         if found is not None or not plan.reads:
             return found
-        if plan.is_broadcast and not shared.is_crowded():
+        if plan.form.is_broadcast and not shared.is_crowded():
             return None  # a root stages a part while the others copy the one before
         return shared.find_ordinary(address)
 

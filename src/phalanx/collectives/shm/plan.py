@@ -62,6 +62,17 @@ class Form(NamedTuple):
     from_root: bool = False
     to_root: bool = False
 
+    def gives(self, is_root: bool) -> bool:
+        return is_root or not self.from_root
+
+    def gets(self, is_root: bool) -> bool:
+        return is_root or not self.to_root
+
+    @property
+    def is_broadcast(self) -> bool:
+        """True if only the root gives, and all of it to all."""
+        return self.from_root and not self.sliced
+
 
 # fmt: off
 FORMS: Mapping[str, Form] = MappingProxyType({
@@ -147,14 +158,12 @@ class ShmPlan:
     givers      the places of those who give
     gives       whether this member does
     gets        whether it gets the result
-    takes       whether it reads inputs: for its result, or for others who collect
     runs_ahead  whether members who only give go on before the others have taken it
     waits_for   the members on whom an epoch of this member depends
     is_small    whether the algorithm is `small`; else it is `in place` if all have shown
     piece       the most of a slice that is staged at a time
     block       the most of a slice that is reduced between two epochs in place
-    step        the most that is reduced at a time
-    reads       sizes of inputs that are read in ordinary memory
+    reads       whether inputs of ordinary memory are read in place, and not staged
     """
 
     form: Form
@@ -169,7 +178,6 @@ class ShmPlan:
     givers: tuple[int, ...]
     gives: bool
     gets: bool
-    takes: bool
     runs_ahead: bool
     waits_for: Places
     is_small: bool
@@ -178,9 +186,9 @@ class ShmPlan:
     reads: bool
 
     @property
-    def is_broadcast(self) -> bool:
-        """True if the root stages a piece while the others copy the one before."""
-        return self.form.from_root and not self.form.sliced
+    def takes(self) -> bool:
+        """True if this member reads inputs: for its result, or for others who collect."""
+        return self.gets or self.form.passed_on
 
     def others(self, first: int, most: int) -> Iterator[tuple[int, int, int]]:
         """Yield of each other slice, from its byte `first` on: (member, place of that, length)."""
@@ -215,7 +223,7 @@ class ShmPlan:
     def bytes_read(self, by: int, giver: int, root: int) -> int:
         """Return the number of bytes that one member reads of another one's memory."""
         form = self.form
-        gets, gives = by == root or not form.to_root, giver == root or not form.from_root
+        gets, gives = form.gets(by == root), form.gives(giver == root)
         if not gives or not (gets or form.passed_on):
             return 0
         if self.is_small and form.passed_on:  # who gets the result reduces all of it
@@ -257,9 +265,8 @@ def make_shm_plan(key: Key, shared: SharedGroup, thresholds: Thresholds) -> ShmP
         mine=slices[place] if form.sliced else (0, given),
         longest=longest,
         givers=(key.root,) if form.from_root else tuple(range(size)),
-        gives=is_root or not form.from_root,
-        gets=is_root or not form.to_root,
-        takes=is_root or not form.to_root or form.passed_on,
+        gives=form.gives(is_root),
+        gets=form.gets(is_root),
         runs_ahead=runs_ahead,
         waits_for=waits_for,
         is_small=is_small,
@@ -274,4 +281,4 @@ def _pays_to_read(form: Form, given: int, shared: SharedGroup, at: Thresholds) -
     if form.reduced:
         most = at.crowded_to if shared.share_of_cores == 0 else given
         return at.reduced_from <= given <= most
-    return not (form.from_root and not form.sliced) or given >= at.broadcast_from
+    return not form.is_broadcast or given >= at.broadcast_from
