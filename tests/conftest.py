@@ -12,6 +12,10 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+# Small tensors, many ranks, and as many tests at a time as cores: torch's threads would only wait
+# for each other, and for other tests. Before anything imports torch, and for processes, too.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 sys.path.insert(0, str(Path(__file__).parent / "multiprocess"))  # what several folders import
 sys.path.insert(0, str(Path(__file__).parent / "checkpoint"))
 sys.path.insert(0, str(Path(__file__).parent))  # so that any test may import `clusters`

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
 import phalanx as px
@@ -27,14 +25,6 @@ from language_model.options import Options
 from loss_against_bytes import check, make_missing
 
 FEW = ("4 bits + ef", "top 1 %", "power 4 bf16 + ef")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread_a_rank() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -7,17 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from checkpoint_runs import MEMORY
-
-
-@pytest.fixture(autouse=True)
-def one_thread_a_rank() -> Iterator[None]:
-    """More, inside torch's kernels, would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from phalanx import simulate
-
-
-@pytest.fixture(autouse=True)
-def _one_thread_a_rank() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -1,23 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from pipeline import train
 
 import phalanx as px
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "pipeline.py"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_the_pipeline_example_trains_as_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:

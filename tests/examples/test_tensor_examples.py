@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,6 @@ TRAIN: dict[str, Callable[..., Result]] = {
     "tensor_parallel": tensor_parallel.train,
     "device_mesh": device_mesh.train,
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread_a_rank() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(

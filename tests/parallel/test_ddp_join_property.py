@@ -146,7 +146,6 @@ def reference(program: Program) -> dict[str, Tensor]:
 @settings(max_examples=examples(60))
 @given(programs())
 def test_any_program_ends_with_the_parameters_of_one_process(program: Program):
-    torch.set_num_threads(1)
     size = len(program.micro)
     ranks = list(simulate(lambda b: train(b, program, build()), size, program.seed))
     assert_same_bits(ranks)

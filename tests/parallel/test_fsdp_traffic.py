@@ -20,7 +20,6 @@ def layers() -> nn.Module:
 
 def bytes_of_a_step(backend: Backend, strategy: ShardingStrategy, **options: object) -> int:
     """What this rank sends in its third step."""
-    torch.set_num_threads(1)
     model = FSDP(layers(), backend, strategy=strategy, **options)  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     watched = Watched(backend)

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for scripts that import this
 
-import torch
 import torch.distributed as dist
 from processes import fork_server
 
@@ -98,7 +97,6 @@ def _rank(
 ) -> None:
     os.environ.update(environment)  # which the fork server has from when it was started
     dist.set_debug_level_from_env()
-    torch.set_num_threads(1)
     try:
         phalanx.torch_backend.register()
         dist.init_process_group(

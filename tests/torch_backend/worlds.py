@@ -106,14 +106,12 @@ def run_gloo(fn: Callable[[int], T], size: int) -> list[T]:
 
 @contextmanager
 def world_of_each_thread() -> Iterator[None]:
-    world, hook, threads = c10d._world, sys.excepthook, torch.get_num_threads()
+    world, hook = c10d._world, sys.excepthook
     c10d._world = ThreadLocalWorld()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         c10d._world, sys.excepthook = world, hook
         # torch's DDP saves and restores it, which threads do at the same time.
