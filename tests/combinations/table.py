@@ -12,6 +12,7 @@ The exit code is 0 if each cell is right, or refused as `expected.py` says.
 from __future__ import annotations
 
 import argparse
+import logging
 import pickle
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from places import Place, place_of
 from wrappers import BY_NAME, WAYS, Way
 
 PLACES = ["simulated", "shm", "tcp"]
+EVERY = 120  # seconds between lines that say how far it is, where there is no terminal
 
 
 def smallest(place: Place, way: Way, chosen: tuple[Feature, ...]) -> tuple[Feature, ...]:
@@ -45,12 +47,16 @@ def smallest(place: Place, way: Way, chosen: tuple[Feature, ...]) -> tuple[Featu
 
 def run(place: Place, cells: Sequence[Cell], what: str, *, verbose: bool) -> dict[Cell, Verdict]:
     """Run cells in one place; print those that are wrong, and how many are not."""
-    began, found = monotonic(), {}
+    began = told = monotonic()
+    found: dict[Cell, Verdict] = {}
     known: set[Cell] = set()
     for done, (way, chosen) in enumerate(cells):
+        since = monotonic()
         if sys.stdout.isatty():
             _say(f"{place.name}: {done} of {len(cells)} {what}", end="")
-        since = monotonic()
+        elif since > told + EVERY:
+            _say(f"{place.name}: {done} of {len(cells)} {what} after {since - began:.0f} s")
+            told = since
         verdict = found[way, chosen] = place.run(way, chosen)
         names = " x ".join([way.name, *map(str, chosen)])
         if verdict.status == WRONG and len(chosen) > 1:
@@ -97,6 +103,7 @@ def main() -> int:
     """Run what is asked for; 0 if nothing is wrong."""
     options = _options()
     torch.set_num_threads(1)
+    torch._logging.set_logs(dynamo=logging.ERROR)  # not where each of the models is recompiled
     if options.faults:
         return find_faults()
     names = options.backend or PLACES
