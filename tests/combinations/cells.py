@@ -12,6 +12,7 @@ import re
 import tempfile
 import traceback
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -22,11 +23,13 @@ from expected import refusal_of
 from feature import Feature
 from job import Job, Note, State
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from wrappers import EVERY, Way, outer
 
 import phalanx
 
 RIGHT, REFUSED, WRONG = "right", "refused", "wrong"
+DONATED = "compiled with non-empty donated buffers"  # memory that a backward pass takes over
 
 
 class Verdict(NamedTuple):
@@ -166,11 +169,23 @@ def judge(way: Way, features: Sequence[Feature], outcomes: Sequence[Outcome]) ->
         return _refused(way, features, outcomes)
     elif (refusal := refusal_of(way, features)) is not None and refusal.always:
         problem = f"nothing was refused, and {refusal.text!r} is expected: is it right now?"
-    elif (error := _error_alone(way, features)) is not None:
-        problem = f"one process raises {error!r}, and no rank: does torch refuse it?"
     else:
-        problem = _differs(features, outcomes, alone(way, tuple(features)), way)
+        problem = _no_error_but(way, features, outcomes)
     return Verdict(WRONG, problem) if problem else Verdict(RIGHT)
+
+
+def _no_error_but(way: Way, features: Sequence[Feature], outcomes: Sequence[Outcome]) -> str:
+    """Return in what ranks without an error differ from one process, or ""."""
+    with ExitStack() as stack:
+        if DONATED in str(_error_alone(way, features)):
+            # Whether a graph has such memory depends on all of it, and ranks have other graphs. So
+            # one process goes without, as torch's words say.
+            alone.cache_clear()
+            stack.callback(alone.cache_clear)
+            stack.enter_context(functorch_config.patch(donated_buffer=False))
+        if (error := _error_alone(way, features)) is not None:
+            return f"one process raises {error!r}, and no rank: does torch refuse it?"
+        return _differs(features, outcomes, alone(way, tuple(features)), way)
 
 
 def _refused(way: Way, features: Sequence[Feature], outcomes: Sequence[Outcome]) -> Verdict:
