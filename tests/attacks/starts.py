@@ -208,21 +208,19 @@ def be_a_stranger(seed: int, where: str) -> None:
     held: list[socket.socket] = []
     own = None
     if where == "elsewhere":
-        own = socket.create_server(("127.0.0.1", 0), backlog=4096)
-        own.setblocking(False)
+        own = socket.create_server(("127.0.0.1", 0))
     while True:
         time.sleep(0.005)  # he does not want the processor, but the door
         places = [(host, port) for host, port in listening() if where != "only" or port in PORTS]
         if own is not None:  # he has looked at all places, as he does at the doors
-            with suppress(BlockingIOError):
-                while True:
-                    own.accept()[0].close()
             places = [own.getsockname()]
         for host, port in places:
             for _ in range(4):
                 try:
                     sock = socket.create_connection((host, port), 0.5)
                     held.append(sock)
+                    if own is not None:
+                        own.accept()[0].close()  # now, or he would wait for an answer
                     rng.choice(KINDS)(sock, rng)
                 except OSError:
                     continue
