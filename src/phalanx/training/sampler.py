@@ -230,6 +230,11 @@ class BatchSampler(Sampler[list[int]]):
         length, weight = _numbers("lengths", lengths, size), _numbers("weights", weights, size)
         if weight is not None and not weight.sum() > 0:
             raise ValueError(f"{WHO}: weights are 0 for all samples")
+        if size < self.batch_size and self._options["drop_last"]:
+            raise ValueError(
+                f"{WHO}: {size} samples do not fill a batch of {self.batch_size}, and drop_last "
+                "leaves smaller ones out"
+            )
         self._check_parts(size)
         epoch = self.epoch if self.size else 0
         self._samples, self.size, self._lengths, self._weights = numbers, size, length, weight
@@ -294,11 +299,6 @@ class BatchSampler(Sampler[list[int]]):
         that is not allowed.
         """
         ranks, last = self.backend.world_size, left % self.batch_size
-        if left == last and self._options["drop_last"]:
-            raise ValueError(
-                f"{WHO}: {left} samples do not fill a batch of {self.batch_size}, and drop_last "
-                "leaves smaller ones out"
-            )
         if self._options["allow_empty"]:
             return
         if self.batch_size < ranks:
