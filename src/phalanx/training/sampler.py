@@ -41,9 +41,7 @@ class BatchSampler(Sampler[list[int]]):
         sampler = phalanx.BatchSampler(len(data), backend, batch_size=64)   # 64 over all ranks
         loader = DataLoader(data, batch_sampler=sampler, num_workers=2)
         for epoch in range(sampler.epoch, 10):
-            for x, y in sampler.track(loader):
-                ...
-                phalanx.save_checkpoint(..., extra=sampler.state_dict(), backend=backend)
+            for x, y in sampler.track(loader): ...
 
     In an epoch each sample comes once, on one rank; the last batch may be smaller. The order of the
     samples, and so every joined batch, is the same on any number of ranks. The parts of a batch
@@ -63,6 +61,7 @@ class BatchSampler(Sampler[list[int]]):
     allow_empty let ranks have empty parts where a batch has fewer samples than there are ranks;
                 without it this is a ValueError here. `collate_fn` then has to take an empty list
 
+    # Notes
     Construction, `resize` and `load_state_dict` block for a message of 8 bytes: every rank calls
     them. Raises `DesyncError`, on every rank, if the ranks' arguments differ.
 
