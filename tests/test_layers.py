@@ -48,7 +48,7 @@ WITH_DDP = {
 }
 
 BUDGETS = {  # of each package: lines, files
-    ".": (915, 6),  # the package's own files
+    ".": (918, 6),  # the package's own files
     "aggregation": (1_800, 7),
     "checkpoint": (3_560, 14),
     "cli": (1_155, 9),
@@ -67,7 +67,7 @@ BUDGETS = {  # of each package: lines, files
     "pipeline": (1_950, 8),
     "tensor": (1_700, 9),
     "torch_backend": (1_860, 9),
-    "training": (1_020, 5),
+    "training": (1_480, 7),
     "transport": (710, 3),  # without its packages
     "transport.shm": (1_640, 10),
     "transport.tcp": (3_575, 11),

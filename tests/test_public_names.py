@@ -16,7 +16,7 @@ import torch
 import phalanx
 from phalanx import Backend
 
-MOST = 124
+MOST = 126
 PACKAGES = [
     "aggregation",
     "backends",

@@ -48,9 +48,11 @@ if TYPE_CHECKING:
     from phalanx.tensor import gather_shards as gather_shards
     from phalanx.tensor import parallelize as parallelize
     from phalanx.tensor import shard_tensor as shard_tensor
+    from phalanx.training import BatchSampler as BatchSampler
     from phalanx.training import Notice as Notice
     from phalanx.training import Scalars as Scalars
     from phalanx.training import distributed_train_step as distributed_train_step
+    from phalanx.training import mean as mean
     from phalanx.training import train_epoch as train_epoch
 
 __version__ = "0.1.0"
@@ -98,7 +100,7 @@ _WHERE = {
         ColumnParallelLinear ParallelEmbedding RowParallelLinear gather_shards parallelize
         shard_tensor
     """,
-    "phalanx.training": "Notice Scalars distributed_train_step train_epoch",
+    "phalanx.training": "BatchSampler Notice Scalars distributed_train_step mean train_epoch",
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names.split()}
 
