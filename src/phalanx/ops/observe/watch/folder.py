@@ -42,6 +42,7 @@ PERIOD = 0.5  # seconds between two states of a rank, and two touches of a watch
 LINGER = 5.0  # seconds after the last touch in which there is a watcher
 OLD = 60.0  # seconds for which the last word of a job that has ended is kept for its watchers
 OTHERS = "others.json"
+GONE = "its launcher has gone without a word: it was killed, perhaps"
 _MARKER = "watched"
 _PART = re.compile(r"(node|rank)-(\d{1,7})\.json")
 
@@ -125,6 +126,11 @@ class WatchFolder:
         """Return the process of the launcher that made this folder; 0 if none did."""
         number, _, _ = self.path.name.partition("-")
         return int(number) if number.isdigit() and self.path.parent == private_base() else 0
+
+    def is_gone(self) -> bool:
+        """Return whether the launcher that made this folder has ended."""
+        launcher = self.launcher()
+        return bool(launcher) and process_status(launcher)[0] == "dead"
 
     def has_launcher(self) -> bool:
         """Return whether a launcher publishes here, too, and will report the end of the job."""
@@ -245,12 +251,11 @@ def make_private_folder(name: str) -> WatchFolder:
         base = private_base()
     base = open_folder(base).path
     for folder in private_folders():
-        launcher = folder.launcher()
         with suppress(OSError):
-            if not launcher or time.time() - folder.path.stat().st_mtime < OLD:
+            if not folder.launcher() or time.time() - folder.path.stat().st_mtime < OLD:
                 continue
             state = folder.read()  # the process of a notebook lives longer than its jobs
-            if process_status(launcher)[0] == "dead" or (state is not None and state.ended):
+            if folder.is_gone() or (state is not None and state.ended):
                 shutil.rmtree(folder.path, ignore_errors=True)
     return open_folder(base / name)
 

@@ -5,8 +5,7 @@ and reads their output. While somebody watches it publishes more than the ranks 
 stopped ranks, the ends of the dead ones, the last line of each, and at last the job's end.
 
 With several launchers each shows the whole job on its host: when somebody watches on one of them,
-all listen (server.py), and exchange their addresses through the job's store (nodes.py). Watchers
-call them.
+all listen, and exchange their addresses through the job's store. Watchers call them (nodes.py).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from phalanx.ops.observe.watch.folder import (
     open_folder,
     private_base,
 )
-from phalanx.ops.observe.watch.server import WatchServer, as_address, serve
+from phalanx.ops.observe.watch.nodes import WatchServer, as_address, serve
 from phalanx.ops.observe.watch.state import JobState, RankState, Status
 from phalanx.transport.tcp.addresses import (
     PORTS,

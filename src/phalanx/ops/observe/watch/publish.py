@@ -38,7 +38,7 @@ from phalanx.ops.observe.watch.folder import (
     make_private_folder,
     open_folder,
 )
-from phalanx.ops.observe.watch.server import WatchServer, as_address, serve
+from phalanx.ops.observe.watch.nodes import WatchServer, as_address, serve
 from phalanx.ops.observe.watch.state import MOST_VALUES, JobState, RankState, number
 
 if TYPE_CHECKING:
