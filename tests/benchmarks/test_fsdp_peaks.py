@@ -20,8 +20,7 @@ from torch import nn
 import phalanx
 from phalanx import Backend
 from phalanx.ops.bench.operations import PreparedCall, TrainedModel, task_of
-from phalanx.ops.bench.peer import Call, RankContext
-from phalanx.ops.bench.peers import Alone
+from phalanx.ops.bench.peers import Alone, Call, RankContext
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

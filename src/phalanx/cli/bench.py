@@ -61,7 +61,7 @@ Backends = Annotated[
     typer.Option(
         help="Which take part: shm, hybrid, tcp (Phalanx's own), phalanx-gloo, phalanx-mpi "
         "(Phalanx over those; MPI's ranks are mpirun's), stock (torch.distributed over Phalanx), "
-        "stock+group-memory (its fsdp in the group's memory), gloo (itself)."
+        "gloo (itself)."
     ),
 ]
 Sizes = Annotated[
@@ -118,7 +118,7 @@ def bench_command(
     context: typer.Context,
     *,
     operations: Operations = None,
-    backends: Backends = "shm,tcp,stock,stock+group-memory,gloo",
+    backends: Backends = "shm,tcp,stock,gloo",
     ranks: Annotated[str, typer.Option(metavar="N,...", help="Numbers of ranks.")] = "2",
     sizes: Sizes = "8..64M",
     factor: Annotated[int, typer.Option(help="Between the sizes of a range.")] = 8,

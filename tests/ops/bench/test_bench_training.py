@@ -19,8 +19,7 @@ from phalanx.ops.bench.operations import (
     replicated,
     task_of,
 )
-from phalanx.ops.bench.peer import Peer, RankContext
-from phalanx.ops.bench.peers import Alone, Phalanx
+from phalanx.ops.bench.peers import Alone, Peer, Phalanx, RankContext
 from phalanx.ops.bench.rank import time_rounds
 
 WIDTH = 24
