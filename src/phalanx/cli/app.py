@@ -141,8 +141,8 @@ def trace_command(
     from phalanx.ops.observe.trace.profile import STATES  # noqa: PLC0415
 
     path = merged_file(folder, output)
-    html = page.page_beside(path) if as_html else None
-    png = page.picture_beside(path) if as_png else None
+    html = page.beside(path, ".html") if as_html else None
+    png = page.beside(path, ".png") if as_png else None
     merged = merge(folder, output)
     table = Table(box=None, pad_edge=False)
     for name in (

@@ -82,7 +82,7 @@ def merge(folder: Path, output: Path | None = None) -> MergedTrace:
     """
     output = merged_file(folder, output)
     with open_traces(folder) as files:
-        _check_replaceable(output)
+        check_replaceable(output, _HEAD, "no merged trace")
         ranks: dict[int, RankSummary] = {}
         for file in files:
             ranks.setdefault(file.rank, RankSummary(file.rank, file.host)).runs += 1
@@ -105,16 +105,19 @@ def merge(folder: Path, output: Path | None = None) -> MergedTrace:
         return MergedTrace(output, ordered, stragglers.collectives, _notes(files), profile)
 
 
-def _check_replaceable(output: Path) -> None:
+def check_replaceable(path: Path, mark: bytes, otherwise: str) -> None:
+    """Raise `MisuseError` if a file is there without `mark` at its beginning: it is `otherwise`."""
     try:
-        with reading(str(output)) as file:
-            ours = os.read(file, len(_HEAD)) == _HEAD
+        with reading(str(path)) as file:
+            ours = mark in os.read(file, 400)
     except FileNotFoundError:
         return
     except OSError as error:
-        raise MisuseError(f"{output} cannot be replaced ({error}): name a file with -o") from error
+        raise MisuseError(f"{path} cannot be replaced ({error}): name a file with -o") from error
     if not ours:
-        raise MisuseError(f"{output} is there and no merged trace: name another file with -o")
+        raise MisuseError(
+            f"{path} is there and {otherwise}: move it away, or name another file with -o"
+        )
 
 
 def _empty_profile(files: list[TraceFile]) -> Profile:
