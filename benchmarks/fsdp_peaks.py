@@ -45,6 +45,17 @@ NAMES = (*OURS, "stock", "stock+group-memory", "gloo", "alone")
 BASELINE = "gloo"
 TABLE = {**PEERS, **OTHERS}
 
+
+def layer_bytes(task: TrainingTask) -> int:
+    """Bytes of one layer's weight and bias."""
+    return 4 * task.width * (task.width + 1)
+
+
+def model_bytes(task: TrainingTask) -> int:
+    """Bytes of all parameters, and of all gradients."""
+    return task.depth * layer_bytes(task)
+
+
 SMALL = 8
 """The width of layers that count for nothing."""
 
@@ -173,8 +184,8 @@ def mib(count: float) -> str:
 def theory(task: TrainingTask, ranks: int, steps: int) -> Iterator[str]:
     """What there has to be, and what the figures are."""
     yield (
-        f"parameters are {mib(task.model_bytes)} MiB, gradients as much; shared out, both are "
-        f"{mib(2 * task.model_bytes / ranks)} a rank, and {mib(task.layer_bytes)} more for each "
+        f"parameters are {mib(model_bytes(task))} MiB, gradients as much; shared out, both are "
+        f"{mib(2 * model_bytes(task) / ranks)} a rank, and {mib(layer_bytes(task))} more for each "
         "layer that is whole, or whose gradients are"
     )
     yield (
@@ -190,8 +201,8 @@ def as_json(peaks: Sequence[Peak], task: TrainingTask, ranks: int, steps: int) -
         "machine": describe_machine(),
         "ranks": ranks,
         "steps": steps,
-        "parameter_bytes": task.model_bytes,
-        "layer_bytes": task.layer_bytes,
+        "parameter_bytes": model_bytes(task),
+        "layer_bytes": layer_bytes(task),
         "peaks": [msgspec.to_builtins(peak) for peak in peaks],
     }
     return json.dumps(figures, indent=1) + "\n"

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from phalanx.ops.machine import Finding
     from phalanx.ops.observe.doctor import Check
-    from phalanx.ops.observe.watch.nodes import Read
     from phalanx.ops.observe.watch.state import JobState
 
 app = typer.Typer(
@@ -251,6 +250,7 @@ def watch_command(
     With --web it is a page, for you on this host: the address that is printed lets in who has it.
     From another host, forward a port: ssh -L 8000:127.0.0.1:8000 HOST, with --web 8000.
     """
+    from msgspec.json import encode  # noqa: PLC0415 -- other commands need none of these
     from rich.console import Console  # noqa: PLC0415
 
     from phalanx.ops.observe.watch import gather, terminal  # noqa: PLC0415
@@ -258,6 +258,7 @@ def watch_command(
     if web is not None and (once or as_json):
         raise MisuseError("--web shows states on a page: leave --once and --json out")
     read = gather.find_job(*(places or ()))
+    states = gather.follow(read)
     where = " ".join(places or ["its folder"])
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
@@ -265,36 +266,26 @@ def watch_command(
     state: JobState | None = None  # the last one
     try:
         if web is not None:
-            state = _serve(read, web)
+            from phalanx.ops.observe.watch.web import serve  # noqa: PLC0415
+
+            state = serve(states, web, ready=lambda at: typer.echo(f"{at}  (Ctrl-C ends it)"))
         elif once or not (console.is_terminal or as_json):
             state = gather.snapshot(read)
             if state is not None and as_json:
-                typer.echo(terminal.as_json(state))
+                typer.echo(encode(state))
             elif state is not None:
-                terminal.print_once(state, console)
+                console.print(terminal.picture(state, console.width))
         elif as_json:
-            for state in gather.follow(read):
-                typer.echo(terminal.as_json(state))
-                sys.stdout.flush()
+            for state in states:
+                typer.echo(encode(state))
         else:
-            state = terminal.show(gather.follow(read), console)
+            state = terminal.show(states, console)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     if state is None:
         raise MisuseError(f"nothing is published in {where}: is the job over?")
     if web is not None:
         typer.echo(f"the job has ended: {state.ended}; pages that are open go on showing it")
-
-
-def _serve(read: Read, port: int) -> JobState | None:
-    """Show the job on a page until it has ended; return its last state."""
-    from phalanx.ops.observe.watch import gather, web  # noqa: PLC0415
-
-    def ready(address: str) -> None:
-        typer.echo(f"{address}  (Ctrl-C ends it)")
-        sys.stdout.flush()
-
-    return web.serve(gather.follow(read), port, ready=ready)
 
 
 app.command("bench", help=bench.__doc__)(bench.bench_command)

@@ -312,16 +312,6 @@ class TrainingTask(NamedTuple):
         inputs, targets = torch.cat(batches, dim=1)
         return inputs, targets
 
-    @property
-    def layer_bytes(self) -> int:
-        """Bytes of one layer's weight and bias."""
-        return 4 * self.width * (self.width + 1)
-
-    @property
-    def model_bytes(self) -> int:
-        """Bytes of all parameters, and of all gradients."""
-        return self.depth * self.layer_bytes
-
     def __str__(self) -> str:
         return (
             f"{self.depth} layers of {self.width} x {self.width}, {self.batch} samples on each rank"

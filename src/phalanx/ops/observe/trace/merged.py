@@ -25,7 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from phalanx.errors import MisuseError
+from phalanx.errors import MisuseError, name_ranks
 from phalanx.files import reading, replacing
 from phalanx.ops.observe.trace.files import EventArgs, TraceEvent, TraceFile, open_traces
 from phalanx.ops.observe.trace.profile import Part, Profile
@@ -210,10 +210,7 @@ def _notes(files: list[TraceFile]) -> list[str]:
     expected = max((file.world_size for file in files), default=0)
     missing = sorted({*range(expected)} - {file.rank for file in files})
     if missing:
-        notes.append(
-            f"there is no trace of rank{'s' if len(missing) > 1 else ''} "
-            f"{', '.join(map(str, missing))} of {expected}"
-        )
+        notes.append(f"there is no trace of {name_ranks(missing)} of {expected}")
     for file in files:
         if file.cut_off:
             notes.append(f"{file.path.name} ends in the middle of an event: its rank was killed")

@@ -12,7 +12,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.errors import MisuseError
+from phalanx.errors import MisuseError, name_ranks
 from phalanx.files import write
 from phalanx.ops.observe.one_page import as_text, assemble
 from phalanx.ops.observe.trace.merged import MergedTrace, RankSummary, check_replaceable
@@ -112,8 +112,7 @@ def _culprit(merged: MergedTrace) -> RankSummary | None:
 
 
 def _names(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) != 1 else ''} {shown}"
+    return name_ranks(ranks[:8]) + (", ..." if len(ranks) > 8 else "")
 
 
 def _counted(number: int, what: str) -> str:
