@@ -34,7 +34,7 @@ import torch.distributed as dist
 import typer
 from torch import Tensor, nn
 
-from phalanx.cli import bench
+from phalanx.cli.bench import bench_command
 from phalanx.errors import DistributedError
 from phalanx.ops.bench import peers
 from phalanx.ops.bench.operations import TASKS, PreparedCall, TrainedModel, replicated
@@ -364,7 +364,7 @@ def main() -> None:
     app = typer.Typer(
         add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False
     )
-    app.command(help=bench.__doc__)(bench.bench_command)
+    app.command()(bench_command)
     try:
         app(obj={**peers.PEERS, **PEERS})
     except DistributedError as error:

@@ -51,7 +51,7 @@ BUDGETS = {  # of each package: lines, files
     ".": (915, 6),  # the package's own files
     "aggregation": (1_800, 7),
     "checkpoint": (3_560, 14),
-    "cli": (1_125, 7),
+    "cli": (1_105, 7),
     "collectives": (5_200, 24),
     "compression": (1_770, 7),
     "core": (5_445, 21),
@@ -61,8 +61,8 @@ BUDGETS = {  # of each package: lines, files
     "ops": (740, 3),  # without its packages
     "ops.bench": (1_990, 7),
     "ops.clusters": (880, 5),
-    "ops.interop": (950, 4),
-    "ops.observe": (4_000, 19),
+    "ops.interop": (930, 4),
+    "ops.observe": (3_960, 19),
     "parallel": (4_051, 21),
     "pipeline": (1_950, 8),
     "tensor": (1_700, 9),

@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperCommand
 from typing_extensions import override
 
-from phalanx.cli import bench
+from phalanx.cli.bench import bench_command
 from phalanx.cli.checkpoint import checkpoint_app
 from phalanx.cli.clusters import kubernetes_command, slurm_command
 from phalanx.errors import MisuseError
@@ -144,19 +144,11 @@ def trace_command(
     png = page.beside(path, ".png") if as_png else None
     merged = merge(folder, output)
     table = Table(box=None, pad_edge=False)
-    for name in (
-        "rank",
-        "operations",
-        "MiB",
-        "waiting s",
-        "communicating s",
-        "errors",
-        "last",
-        "by s",
-    ):
+    names = "rank, operations, MiB, waiting s, communicating s, errors, last, by s"
+    for name in names.split(", "):
         table.add_column(name, justify="right", no_wrap=True)
     for rank in merged.ranks:
-        seconds = dict(zip(STATES, merged.profile.ranks[rank.rank].totals(), strict=True))
+        seconds = dict(zip(STATES, rank.totals(), strict=True))
         table.add_row(
             str(rank.rank),
             str(rank.operations),
@@ -288,7 +280,7 @@ def watch_command(
         typer.echo(f"the job has ended: {state.ended}; pages that are open go on showing it")
 
 
-app.command("bench", help=bench.__doc__)(bench.bench_command)
+app.command("bench")(bench_command)
 app.command("kubernetes", context_settings=SCRIPT_LAST)(kubernetes_command)
 app.command("slurm", context_settings=SCRIPT_LAST)(slurm_command)
 

@@ -31,8 +31,7 @@ def slurm_command(
         str, typer.Option(metavar="NAME", help="Of which nodes; as sbatch has it.")
     ] = "",
     grace: Annotated[
-        int,
-        typer.Option(metavar="SECONDS", help="How long before its end the ranks get SIGTERM."),
+        int, typer.Option(metavar="SECONDS", help="How long before its end the ranks get SIGTERM.")
     ] = 60,
     sbatch: Annotated[
         list[str] | None,

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from phalanx.errors import MisuseError, name_ranks
 from phalanx.files import write
-from phalanx.ops.observe.one_page import as_text, assemble
-from phalanx.ops.observe.trace.merged import MergedTrace, RankSummary, check_replaceable
+from phalanx.ops.observe.one_page import as_text, assemble, digit
+from phalanx.ops.observe.trace.merged import MergedTrace, check_replaceable
 from phalanx.ops.observe.trace.profile import BINS, STATES, RankProfile, Slow
 
 if TYPE_CHECKING:
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 _MADE_BY = b"phalanx trace"
 """Among the first bytes of each file; one without it is not overwritten."""
-
-_SHARES = "0123456789abcdefghijklmnopqrstuvwxyz"
-"""A share, in one character."""
 
 _LITTLE = 0.02
 """A share of the ranks' time that is not worth a word."""
@@ -84,10 +81,10 @@ def verdict(merged: MergedTrace) -> str:
             f"Ranks hardly waited for each other: {_percent(waited, present)} of their time."
         )
     elif culprit is not None:
-        share = _percent(profile.ranks[culprit.rank].awaited, waited)
+        share = _percent(culprit.awaited, waited)
         sentences.append(
             f"Rank {culprit.rank} ({culprit.host}) held the others up: it was last to begin "
-            f"{culprit.last} of {merged.collectives} collectives, and {share} of all waiting was "
+            f"{culprit.last} of {profile.collectives} collectives, and {share} of all waiting was "
             f"for it."
         )
         sentences.append(f"Ranks waited {_percent(waited, present)} of their time.")
@@ -99,13 +96,13 @@ def verdict(merged: MergedTrace) -> str:
     return " ".join(sentences)
 
 
-def _culprit(merged: MergedTrace) -> RankSummary | None:
+def _culprit(merged: MergedTrace) -> RankProfile | None:
     """Return the rank that the others waited for much longer than for the average one."""
-    profile = merged.profile
-    waited = sum(rank.waited for rank in profile.ranks.values())
-    present = sum(sum(rank.totals()) for rank in profile.ranks.values())
-    most = max(merged.ranks, key=lambda rank: profile.ranks[rank.rank].awaited)
-    share = profile.ranks[most.rank].awaited / waited if waited else 0.0
+    ranks = merged.profile.ranks.values()
+    waited = sum(rank.waited for rank in ranks)
+    present = sum(sum(rank.totals()) for rank in ranks)
+    most = max(merged.ranks, key=lambda rank: rank.awaited)
+    share = most.awaited / waited if waited else 0.0
     average = 1 / len(merged.ranks)
     stands_out = share > min(2 * average, (1 + 2 * average) / 3 + 0.05)
     return most if stands_out and waited >= _LITTLE * present else None
@@ -169,13 +166,12 @@ def _data(merged: MergedTrace) -> str:
     """Return the timeline's data: for each rank and bin, the share of each state."""
     width = merged.profile.span / 1e6 / BINS
     shares = []
-    for summary in merged.ranks:
-        rank = merged.profile.ranks[summary.rank]
+    for rank in merged.ranks:
         each = (seconds / width for number in range(BINS) for seconds in rank.states(number))
-        shares.append("".join(_SHARES[round(min(share, 1.0) * 35)] for share in each))
+        shares.append("".join(map(digit, each)))
     return json.dumps(
         {
-            "ranks": [summary.rank for summary in merged.ranks],
+            "ranks": [rank.rank for rank in merged.ranks],
             "states": STATES,
             "bins": BINS,
             "seconds": merged.profile.seconds,
@@ -237,17 +233,16 @@ def _time(value: float) -> _Cell:
 def _rank_rows(merged: MergedTrace) -> Iterator[tuple[str, list[_Cell]]]:
     culprit = _culprit(merged)
     most = max(rank.awaited for rank in merged.profile.ranks.values()) or 1.0
-    for summary in merged.ranks:
-        profile = merged.profile.ranks[summary.rank]
-        totals = profile.totals()
-        cells = [_number(summary.rank), _word(summary.host)]
-        cells += [(_bar(STATES, totals, merged.profile.seconds), "", ""), _time(profile.awaited)]
-        cells += [(_bar(("waiting",), (profile.awaited,), most), "", "")]
-        cells += [_number(summary.last), _time(summary.late)]
+    for rank in merged.ranks:
+        totals = rank.totals()
+        cells = [_number(rank.rank), _word(rank.host)]
+        cells += [(_bar(STATES, totals, merged.profile.seconds), "", ""), _time(rank.awaited)]
+        cells += [(_bar(("waiting",), (rank.awaited,), most), "", "")]
+        cells += [_number(rank.last), _time(rank.late)]
         cells += [(as_text(_overlap(totals)), totals[1] / (sum(totals[1:]) or 1.0), "")]
         cells += [_time(seconds) for seconds in totals]
-        cells += map(_number, (summary.operations, summary.runs, summary.errors))
-        yield "culprit" if summary is culprit else "", cells
+        cells += map(_number, (rank.operations, rank.runs, rank.errors))
+        yield "culprit" if rank is culprit else "", cells
 
 
 def _bar(states: Sequence[str], totals: Sequence[float], whole: float) -> str:
@@ -318,8 +313,7 @@ def write_picture(merged: MergedTrace, path: Path) -> None:
     left, right = figure.subplots(1, 2, width_ratios=(3, 1), sharey=True)
     _draw_states(left, merged)
     places = range(count)
-    awaited = [merged.profile.ranks[rank.rank].awaited for rank in merged.ranks]
-    right.barh(places, awaited, color=_COLOURS["waiting"])
+    right.barh(places, [rank.awaited for rank in merged.ranks], color=_COLOURS["waiting"])
     right.set_xlabel("seconds that others waited for it")
     step = max(1, -(-count // 32))
     left.set_yticks(places[::step], [f"rank {rank.rank}" for rank in merged.ranks[::step]])
@@ -339,8 +333,7 @@ def _draw_states(panel: Axes, merged: MergedTrace) -> None:
 
     count, width = len(merged.ranks), merged.profile.seconds / BINS
     image = np.ones((count * _LINES, BINS, 3))
-    for place, summary in enumerate(merged.ranks):
-        rank = merged.profile.ranks[summary.rank]
+    for place, rank in enumerate(merged.ranks):
         for number in range(BINS):
             line = (place + 1) * _LINES - 1  # between two rows one line is free
             for state, seconds in zip(STATES, rank.states(number), strict=True):

@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from phalanx.errors import MisuseError
 from phalanx.ops.observe.http_server import CONNECTIONS, SECONDS, HttpRequest, HttpServer
-from phalanx.ops.observe.one_page import assemble
+from phalanx.ops.observe.one_page import assemble, digit
 from phalanx.ops.observe.watch.state import JobState, RankState, Status
 from phalanx.transport.tcp.addresses import listen_at
 
@@ -83,9 +83,8 @@ def sample(job: JobState) -> Sample:
 
 
 def _shares(rank: RankState) -> str:
-    digits = "0123456789abcdefghijklmnopqrstuvwxyz"
     shares = (rank.communicating, rank.waiting) if rank.status == "running" else (0.0, 0.0)
-    return "".join(digits[round(share * 35)] for share in shares) + _STATUS[rank.status]
+    return "".join(map(digit, shares)) + _STATUS[rank.status]
 
 
 class Feed:
