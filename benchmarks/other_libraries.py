@@ -23,7 +23,6 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -37,7 +36,7 @@ from torch import Tensor, nn
 from phalanx.cli.bench import bench_command
 from phalanx.errors import DistributedError
 from phalanx.ops.bench import peers
-from phalanx.ops.bench.operations import TASKS, PreparedCall, TrainedModel, replicated
+from phalanx.ops.bench.operations import TASKS, PreparedCall, TrainedModel, Wrap, replicated
 from phalanx.ops.bench.peers import (
     Call,
     Peer,
@@ -323,9 +322,7 @@ class FullyShardAlone(FullyShard):
     def __init__(self, context: RankContext) -> None:
         super().__init__("fake", context)
 
-    def step(
-        self, call: PreparedCall, wrap: Callable[[nn.Module], TrainedModel], *, alone: bool = False
-    ) -> Call:
+    def step(self, call: PreparedCall, wrap: Wrap, *, alone: bool = False) -> Call:
         """The step, whose parameters are this rank's shards."""
 
         def wrap_local(module: nn.Module) -> TrainedModel:

@@ -11,10 +11,9 @@ import secrets
 import signal
 import stat
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -137,7 +136,6 @@ def trace_command(
 
     from phalanx.ops.observe.trace import page  # noqa: PLC0415
     from phalanx.ops.observe.trace.merged import merge, merged_file  # noqa: PLC0415
-    from phalanx.ops.observe.trace.profile import STATES  # noqa: PLC0415
 
     path = merged_file(folder, output)
     html = page.beside(path, ".html") if as_html else None
@@ -148,17 +146,10 @@ def trace_command(
     for name in names.split(", "):
         table.add_column(name, justify="right", no_wrap=True)
     for rank in merged.ranks:
-        seconds = dict(zip(STATES, rank.totals(), strict=True))
-        table.add_row(
-            str(rank.rank),
-            str(rank.operations),
-            f"{rank.bytes / (1 << 20):.1f}",
-            f"{seconds['waiting']:.3f}",
-            f"{seconds['communicating']:.3f}",
-            str(rank.errors),
-            str(rank.last),
-            f"{rank.late:.3f}",
-        )
+        size, late = f"{rank.bytes / (1 << 20):.1f}", f"{rank.late:.3f}"
+        _, _, *waits = (f"{seconds:.3f}" for seconds in rank.totals())
+        cells = (rank.rank, rank.operations, size, *waits, rank.errors, rank.last, late)
+        table.add_row(*map(str, cells))
     console = Console(highlight=False, soft_wrap=True)
     console.print(table)
     console.print(page.verdict(merged), markup=False)
@@ -284,9 +275,7 @@ app.command("bench")(bench_command)
 app.command("kubernetes", context_settings=SCRIPT_LAST)(kubernetes_command)
 app.command("slurm", context_settings=SCRIPT_LAST)(slurm_command)
 
-_COLOURS: Mapping[str, str] = MappingProxyType(
-    {"ok": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"}
-)
+_COLOURS = {"ok": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"}
 
 
 @app.command("doctor")

@@ -14,9 +14,7 @@ from phalanx.errors import MisuseError
 if TYPE_CHECKING:
     from phalanx.ops.bench.report import BenchReport
 
-_WIDEST = 1000
-"""Characters of a line."""
-
+_WIDEST = 1000  # characters of a line
 
 # Options whose words need an explanation. The others are in the command's signature.
 
@@ -36,9 +34,6 @@ Backends = Annotated[
         "(Phalanx over those; MPI's ranks are mpirun's), stock (torch.distributed over Phalanx), "
         "gloo (itself)."
     ),
-]
-Sizes = Annotated[
-    str, typer.Option(help="Bytes of a message: ranges and lists, as in 8..256M or 8,64K,16M.")
 ]
 Memories = Annotated[
     str,
@@ -74,9 +69,6 @@ BackToBack = Annotated[
         "may run ahead, the mean of a few calls hides what the others wait.",
     ),
 ]
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there.")
-]
 TuningFile = Annotated[
     Path | None,
     typer.Option(
@@ -93,7 +85,9 @@ def bench_command(
     operations: Operations = None,
     backends: Backends = "shm,tcp,stock,gloo",
     ranks: Annotated[str, typer.Option(metavar="N,...", help="Numbers of ranks.")] = "2",
-    sizes: Sizes = "8..64M",
+    sizes: Annotated[
+        str, typer.Option(help="Bytes of a message: ranges and lists, as in 8..256M or 8,64K,16M.")
+    ] = "8..64M",
     factor: Annotated[int, typer.Option(help="Between the sizes of a range.")] = 8,
     rounds: Annotated[int, typer.Option(help="Rounds that count; medians are shown.")] = 11,
     seconds: Annotated[float, typer.Option(help="What a round of small messages should take.")] = (
@@ -107,7 +101,9 @@ def bench_command(
     threads: Annotated[int, typer.Option(help="Threads of torch in each rank.")] = 1,
     beside: Beside = 0,
     back_to_back: BackToBack = False,
-    json_file: JsonFile = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there.")
+    ] = None,
     tune: TuningFile = None,
 ) -> None:
     """Time operations of Phalanx beside other libraries, in the same processes.

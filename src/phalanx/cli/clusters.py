@@ -165,19 +165,14 @@ def kubernetes_command(
 
     A script that ends with exit code 75 is started again, and that is not counted.
     """
-    from phalanx.ops.clusters.kubernetes import (  # noqa: PLC0415 -- other commands need none of it
-        KubernetesJob,
-        as_yaml,
-        make_manifest,
-        name_of,
-    )
+    from phalanx.ops.clusters import kubernetes  # noqa: PLC0415 -- other commands need none of it
 
-    job = KubernetesJob(
+    job = kubernetes.KubernetesJob(
         target=script,
         args=tuple(args or ()),
         module=module,
         kind=kind,
-        name=name or name_of(script.rpartition(".")[2] if module else script),
+        name=name or kubernetes.name_of(script.rpartition(".")[2] if module else script),
         image=image,
         nodes=nodes,
         ranks=ranks,
@@ -188,7 +183,7 @@ def kubernetes_command(
         grace=grace,
         max_restarts=max_restarts,
     )
-    text = as_yaml(make_manifest(job, secrets.token_hex(32)))
+    text = kubernetes.as_yaml(kubernetes.make_manifest(job, secrets.token_hex(32)))
     if not volumes:
         sys.stderr.write(
             "phalanx: no --volume: what the ranks save is lost when their pods are started again\n"

@@ -348,6 +348,10 @@ class TrainedModel(NamedTuple):
     average: Callable[[], object] = lambda: None
 
 
+Wrap = Callable[[nn.Module], TrainedModel]
+"""Turns the plain model into one that is trained on this rank."""
+
+
 def replicated(model: nn.Module, plain: nn.Module | None = None) -> TrainedModel:
     """Return a model that is whole on each rank, inside a wrapper that averages, or alone."""
     plain = model if plain is None else plain
@@ -359,17 +363,10 @@ class TrainingStep:
 
     A stretch of steps begins with the same weights each time. The weights after it are compared
     with those of one process with the samples of all `ranks`, whose gradients count; this one is
-    `rank`. `wrap` turns the plain model into one that is trained on this rank.
+    `rank`.
     """
 
-    def __init__(
-        self,
-        task: TrainingTask,
-        wrap: Callable[[nn.Module], TrainedModel],
-        *,
-        rank: int,
-        ranks: range,
-    ) -> None:
+    def __init__(self, task: TrainingTask, wrap: Wrap, *, rank: int, ranks: range) -> None:
         self._task, self._ranks = task, ranks
         self._trained = wrap(task.make_model())
         self._start: Tensors = {}

@@ -40,6 +40,7 @@ from phalanx.ops.bench.operations import (
     PreparedCall,
     TrainedModel,
     TrainingStep,
+    Wrap,
     elements_of,
     replicated,
     task_of,
@@ -51,6 +52,7 @@ from phalanx.wire.memory import tensor_bytes
 
 T = TypeVar("T")
 Call = Callable[[], object]
+Move = Callable[[Tensor, int], object]  # send, or recv: of a tensor and a peer
 Binder = Callable[[PreparedCall], Call]
 """Returns what does it once, in the memory of the call; may give the call its other functions."""
 
@@ -170,9 +172,7 @@ class Peer:
         call.call = bind(call)
         return call
 
-    def step(
-        self, call: PreparedCall, wrap: Callable[[nn.Module], TrainedModel], *, alone: bool = False
-    ) -> Call:
+    def step(self, call: PreparedCall, wrap: Wrap, *, alone: bool = False) -> Call:
         """Return the training step of one rank, which trains with the others or by itself."""
         task = task_of(call.operation.name, self.width)
         ranks = range(self.rank, self.rank + 1) if alone else range(self.size)
@@ -180,14 +180,8 @@ class Peer:
         call.load, call.count_wrong = step.load, step.count_wrong
         return step.call
 
-    def messages(
-        self,
-        call: PreparedCall,
-        send: Callable[[Tensor, int], object],
-        recv: Callable[[Tensor, int], object],
-    ) -> Call:
-        """Return the messages between this rank and its neighbour, with these functions of (tensor,
-        peer).
+    def messages(self, call: PreparedCall, send: Move, recv: Move) -> Call:
+        """Return the messages between this rank and its neighbour.
 
         `ping_pong` goes there and back in one call. In a `stream` the even rank sends, and the
         other confirms when it has everything.

@@ -24,11 +24,8 @@ from phalanx.ops.bench.request import (
     show_size,
 )
 
-_ALONE = "alone"
-"""The peer whose training step is compared with the others': it has no communication."""
-
-_BUSY = 0.25
-"""Processes for each core, beyond which figures are doubtful."""
+_ALONE = "alone"  # the peer without communication, whose training step is the measure of others
+_BUSY = 0.25  # processes for each core, beyond which figures are doubtful
 
 
 @dataclass

@@ -73,11 +73,8 @@ def run_bench(report: BenchReport, show: Callable[[str], None]) -> bool:
 # Starting the ranks of a benchmark on this host, and listening to them.
 
 _POLL = 0.05
-_SILENCE = 600.0
-"""Seconds without a word from rank 0 after which the ranks are taken to hang."""
-
-_LAST_LINES = 30
-"""Of a failed rank's output, which are shown."""
+_SILENCE = 600.0  # seconds without a word from rank 0 after which the ranks are taken to hang
+_LAST_LINES = 30  # of a failed rank's output, which are shown
 
 _EXECUTE = (
     "import os, signal, sys; os.read(int(sys.argv[2]), 1) or sys.exit(); "

@@ -19,7 +19,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from phalanx import files
@@ -235,14 +234,11 @@ def _dtype_of(records: Iterable[TensorRecord]) -> str | None:
     return max(sizes, key=sizes.__getitem__, default=None)
 
 
-_UNITS: Mapping[str, int] = MappingProxyType(
-    {
-        "": 1,
-        "b": 1,
-        **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
-        **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
-    }
-)
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{ending}": base**power
+    for ending, base in (("b", 1000), ("ib", 1024))
+    for power, prefix in enumerate("kmgt", start=1)
+}
 
 
 def parse_size(text: str) -> int:

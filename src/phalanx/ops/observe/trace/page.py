@@ -21,11 +21,9 @@ from phalanx.ops.observe.trace.profile import BINS, STATES, RankProfile, Slow
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MADE_BY = b"phalanx trace"
-"""Among the first bytes of each file; one without it is not overwritten."""
+_MADE_BY = b"phalanx trace"  # among the first bytes of a file; others are not overwritten
 
-_LITTLE = 0.02
-"""A share of the ranks' time that is not worth a word."""
+_LITTLE = 0.02  # a share of the ranks' time that is not worth a word
 
 
 def beside(output: Path, suffix: str) -> Path:
@@ -218,12 +216,8 @@ def _table(rows: Iterable[tuple[str, Sequence[_Cell]]]) -> str:
     return "\n".join(body)
 
 
-def _word(value: object, kind: str = "text") -> _Cell:
-    return as_text(value), value, kind
-
-
-def _number(value: int) -> _Cell:
-    return _word(value, "")
+def _value(value: str | int, kind: str = "text") -> _Cell:
+    return as_text(value), value, kind if isinstance(value, str) else ""
 
 
 def _time(value: float) -> _Cell:
@@ -235,13 +229,13 @@ def _rank_rows(merged: MergedTrace) -> Iterator[tuple[str, list[_Cell]]]:
     most = max(rank.awaited for rank in merged.profile.ranks.values()) or 1.0
     for rank in merged.ranks:
         totals = rank.totals()
-        cells = [_number(rank.rank), _word(rank.host)]
+        cells = [_value(rank.rank), _value(rank.host)]
         cells += [(_bar(STATES, totals, merged.profile.seconds), "", ""), _time(rank.awaited)]
         cells += [(_bar(("waiting",), (rank.awaited,), most), "", "")]
-        cells += [_number(rank.last), _time(rank.late)]
+        cells += [_value(rank.last), _time(rank.late)]
         cells += [(as_text(_overlap(totals)), totals[1] / (sum(totals[1:]) or 1.0), "")]
         cells += [_time(seconds) for seconds in totals]
-        cells += map(_number, (rank.operations, rank.runs, rank.errors))
+        cells += map(_value, (rank.operations, rank.runs, rank.errors))
         yield "culprit" if rank is culprit else "", cells
 
 
@@ -268,12 +262,12 @@ def _slow_row(slow: Slow) -> tuple[str, list[_Cell]]:
         last = f"no part of {_names(slow.missing)}"
     return "", [
         _time(slow.seconds),
-        _word(f"{slow.name} #{slow.sequence}"),
+        _value(f"{slow.name} #{slow.sequence}"),
         _time(slow.start),
-        _word(last),
+        _value(last),
         _time(slow.late) if slow.last >= 0 else ("-", -1, ""),
-        _word(slow.where),
-        _word(slow.group, "long text"),
+        _value(slow.where),
+        _value(slow.group, "long text"),
     ]
 
 
@@ -281,16 +275,16 @@ def _kind_rows(merged: MergedTrace) -> Iterator[tuple[str, list[_Cell]]]:
     kinds = sorted(merged.profile.kinds.items(), key=lambda item: -item[1].seconds)
     for (name, where, group), kind in kinds:
         times = (kind.seconds / kind.count, kind.longest, kind.blocked, kind.waiting)
-        cells = [_word(name), _word(where), _number(kind.count), _time(kind.seconds)]
+        cells = [_value(name), _value(where), _value(kind.count), _time(kind.seconds)]
         nbytes = _bytes(kind.bytes), kind.bytes, ""
-        yield "", [*cells, *map(_time, times), nbytes, _word(group, "long text")]
+        yield "", [*cells, *map(_time, times), nbytes, _value(group, "long text")]
 
 
 def _errors(merged: MergedTrace) -> dict[str, str]:
     errors, in_all = merged.profile.errors, sum(rank.errors for rank in merged.ranks)
     head = "Errors" if in_all == len(errors) else f"The first {len(errors)} of {in_all} errors"
     rows = (
-        ("", [_number(rank), _word(name), _word(error, "long text")])
+        ("", [_value(rank), _value(name), _value(error, "long text")])
         for rank, name, error in errors
     )
     return {"hidden": "" if errors else "hidden", "errors_title": head, "errors": _table(rows)}

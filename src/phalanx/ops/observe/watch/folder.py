@@ -180,7 +180,7 @@ def machine() -> str:
 def process_status(pid: int) -> tuple[Status, str]:
     """Return the status of a process of this machine, and the reason in words."""
     if is_stopped(pid):
-        return "stopped", STOPPED.format(pid=pid)
+        return "stopped", f"process {pid} is stopped (SIGSTOP, or a debugger holds it)"
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -188,9 +188,6 @@ def process_status(pid: int) -> tuple[Status, str]:
     except PermissionError:
         pass
     return "running", ""
-
-
-STOPPED = "process {pid} is stopped (SIGSTOP, or a debugger holds it)"
 
 
 # ------------------------------------------------------------------------------

@@ -13,17 +13,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 from phalanx.errors import MisuseError
-from phalanx.ops.observe.watch.folder import (
-    GONE,
-    PERIOD,
-    VARIABLE,
-    WatchFolder,
-    private_folders,
-)
+from phalanx.ops.observe.watch.folder import GONE, PERIOD, VARIABLE, WatchFolder, private_folders
 from phalanx.ops.observe.watch.nodes import (
     FIRST,
     SILENCE,
@@ -98,7 +93,8 @@ class Gatherer:
         """Return `job` with all of its ranks, the slowest, and the chain of waits."""
         job.time = time.time()
         known = {state.rank: state for state in job.ranks}
-        job.ranks = [known.get(rank) or _unknown(rank) for rank in range(job.world_size)]
+        unknown = partial(RankState, status="starting", reason="nothing is known of it here")
+        job.ranks = [known.get(rank) or unknown(rank=rank) for rank in range(job.world_size)]
         now = self._now()
         weight = min((now - self._last) / _MEMORY, 1.0)
         self._last = now
@@ -132,10 +128,6 @@ class Gatherer:
             self._published[state.rank] = state.time, now
         elif now - came > SILENCE and not state.reason:
             state.reason = f"it has published nothing for {now - came:.0f} s"
-
-
-def _unknown(rank: int) -> RankState:
-    return RankState(rank=rank, status="starting", reason="nothing is known of it here")
 
 
 def stalled(ranks: Sequence[RankState]) -> list[int]:
