@@ -40,7 +40,7 @@ PAGES = 8  # that are open at a time
 _GOODBYE = 1.0  # seconds for the last event
 _LOGGED = 4  # values that the program logs, of which there are plots
 
-_STATUS = dict(zip(get_args(Status), "srtdue", strict=True))
+_STATUS: dict[Status, str] = dict(zip(get_args(Status), "srtdue", strict=True))
 
 
 class Sample(msgspec.Struct, kw_only=True):
