@@ -49,7 +49,7 @@ from phalanx.wire.control import Endpoint, parse_address
 from phalanx.wire.handshake import Identity, Refused
 
 MOST_WATCHERS = 8  # at a time; more are turned away
-_LAST_WORDS = 2 * PERIOD  # seconds that watchers have to take the last state
+_GOODBYE = 2 * PERIOD  # seconds that watchers have to take the last state
 NODE, WATCHER = (Identity("phalanx watch", 0, rank, 2) for rank in (0, 1))
 
 
@@ -91,7 +91,7 @@ class WatchServer(DoorServer):
     def finish(self) -> None:
         """Listen no more, and wait at most a moment until the watchers have the last state."""
         self.close()
-        deadline = time.monotonic() + _LAST_WORDS
+        deadline = time.monotonic() + _GOODBYE
         for thread in self._serving:
             thread.join(max(deadline - time.monotonic(), 0.0))
 
