@@ -28,6 +28,7 @@ from unittest.mock import patch
 
 import msgspec
 import torch
+from other_libraries import PEERS as OTHERS
 from rich.console import Console
 from rich.table import Table
 
@@ -36,13 +37,24 @@ from phalanx import Backend
 from phalanx.core.backend import DEFAULT_TIMEOUT
 from phalanx.core.recorder import LOG_VARIABLE
 from phalanx.ops.bench.operations import OPERATIONS, TrainingTask, task_of
-from phalanx.ops.bench.peer import Peer, RankContext
-from phalanx.ops.bench.peers import PEERS, Phalanx
+from phalanx.ops.bench.peers import PEERS, Peer, Phalanx, RankContext
 from phalanx.ops.machine import describe_machine, read_sizes
 
 OURS = ("shm", "hybrid", "tcp")
 NAMES = (*OURS, "stock", "stock+group-memory", "gloo", "alone")
 BASELINE = "gloo"
+TABLE = {**PEERS, **OTHERS}
+
+
+def layer_bytes(task: TrainingTask) -> int:
+    """Bytes of one layer's weight and bias."""
+    return 4 * task.width * (task.width + 1)
+
+
+def model_bytes(task: TrainingTask) -> int:
+    """Bytes of all parameters, and of all gradients."""
+    return task.depth * layer_bytes(task)
+
 
 SMALL = 8
 """The width of layers that count for nothing."""
@@ -111,7 +123,7 @@ def benchmark_rank(backend: Backend, *, name: str, width: int, steps: int) -> Pe
     context = RankContext(backend, "127.0.0.1", DEFAULT_TIMEOUT, width)
     if name in OURS:
         return measure_peak(Phalanx(backend, context), context, steps)
-    peer, problem = context.attempt(partial(PEERS[name].make, context))
+    peer, problem = context.attempt(partial(TABLE[name].make, context))
     if peer is None or problem:
         return problem
     found = measure_peak(peer, context, steps)
@@ -122,7 +134,7 @@ def benchmark_rank(backend: Backend, *, name: str, width: int, steps: int) -> Pe
 def measure(names: Sequence[str], ranks: int, width: int, steps: int) -> Iterator[Peak]:
     """Each library's peaks, in ranks of its own; says who is left out, and why."""
     for name in names:
-        problem = PEERS[name].lacks()
+        problem = TABLE[name].lacks()
         rank = partial(benchmark_rank, name=name, width=width, steps=steps)
         for given_back in (False, True)[: 1 + gives_back()]:
             if not problem:
@@ -172,8 +184,8 @@ def mib(count: float) -> str:
 def theory(task: TrainingTask, ranks: int, steps: int) -> Iterator[str]:
     """What there has to be, and what the figures are."""
     yield (
-        f"parameters are {mib(task.model_bytes)} MiB, gradients as much; shared out, both are "
-        f"{mib(2 * task.model_bytes / ranks)} a rank, and {mib(task.layer_bytes)} more for each "
+        f"parameters are {mib(model_bytes(task))} MiB, gradients as much; shared out, both are "
+        f"{mib(2 * model_bytes(task) / ranks)} a rank, and {mib(layer_bytes(task))} more for each "
         "layer that is whole, or whose gradients are"
     )
     yield (
@@ -189,8 +201,8 @@ def as_json(peaks: Sequence[Peak], task: TrainingTask, ranks: int, steps: int) -
         "machine": describe_machine(),
         "ranks": ranks,
         "steps": steps,
-        "parameter_bytes": task.model_bytes,
-        "layer_bytes": task.layer_bytes,
+        "parameter_bytes": model_bytes(task),
+        "layer_bytes": layer_bytes(task),
         "peaks": [msgspec.to_builtins(peak) for peak in peaks],
     }
     return json.dumps(figures, indent=1) + "\n"

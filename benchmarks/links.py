@@ -44,8 +44,7 @@ from rich.table import Table
 
 from phalanx.launch.reaper import die_with_parent
 from phalanx.ops.bench.operations import OPERATIONS, BenchOperation, PreparedCall
-from phalanx.ops.bench.peer import Peer, RankContext
-from phalanx.ops.bench.peers import PEERS, PeerRow, Socket
+from phalanx.ops.bench.peers import PEERS, Peer, PeerRow, RankContext, Socket
 from phalanx.ops.bench.rank import run_rank
 from phalanx.ops.bench.request import LeftOut, Message, ResultLine, make_request, show_size
 from phalanx.wire.memory import tensor_bytes

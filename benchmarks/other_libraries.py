@@ -4,7 +4,8 @@
     mpirun -n 2 python benchmarks/other_libraries.py all_reduce --backends shm,mpi
     python benchmarks/other_libraries.py ddp fsdp --backends shm,gloo,alone+copies,alone+fully_shard
 
-deepspeed, mlx, nccl and mpi are libraries; `alone+copies` and `alone+fully_shard`, training steps
+deepspeed, mlx, nccl and mpi are libraries; `stock+group-memory` is torch's `fully_shard` over
+Phalanx, in memory of its group; `alone+copies` and `alone+fully_shard`, training steps
 without communication, show what the machine can do.
 
 A library that is not installed is left out, and the reason is given. This file is also the example
@@ -22,7 +23,6 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -33,17 +33,21 @@ import torch.distributed as dist
 import typer
 from torch import Tensor, nn
 
-from phalanx.cli import bench
+from phalanx.cli.bench import bench_command
 from phalanx.errors import DistributedError
 from phalanx.ops.bench import peers
-from phalanx.ops.bench.operations import TASKS, PreparedCall, TrainedModel, replicated
-from phalanx.ops.bench.peer import Call, Peer, RankContext
+from phalanx.ops.bench.operations import TASKS, PreparedCall, TrainedModel, Wrap, replicated
 from phalanx.ops.bench.peers import (
-    FullyShard,
+    Call,
+    Peer,
     PeerRow,
     PeerTable,
+    RankContext,
     TorchDistributed,
+    fully_sharded_by_torch,
     lacks_mpirun,
+    lacks_stock,
+    make_group,
 )
 from phalanx.wire.memory import tensor_bytes
 
@@ -229,6 +233,48 @@ class Nccl(TorchDistributed):
 
 
 # ------------------------------------------------------------------------------
+# torch's `fully_shard` in memory of the group's, by torch's option for that.
+
+
+class FullyShard(Peer):
+    """`fully_shard` over a group of torch's of that name."""
+
+    def __init__(self, name: str, context: RankContext) -> None:
+        super().__init__(context)
+        self._name, self._context = name, context
+        self._group: Any = None
+        self.does = {"fsdp": self._fsdp}
+
+    def wrap(self, module: nn.Module) -> TrainedModel:
+        """Return the sharded model."""
+        if self._group is None:  # most benchmarks do not ask for it
+            self._group = make_group(self._name, self._context)
+        return fully_sharded_by_torch(module, self._group)
+
+    def _fsdp(self, call: PreparedCall) -> Call:
+        return self.step(call, self.wrap)
+
+    def close(self) -> None:
+        """Leave the group; with the default group the others end, too."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+
+
+class InGroupMemory(FullyShard):
+    """The same, with buffers in memory of the group's."""
+
+    def wrap(self, module: nn.Module) -> TrainedModel:
+        """Return the sharded model."""
+        from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 -- it takes half a second
+
+        trained = super().wrap(module)
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.set_allocate_memory_from_process_group_for_comm(True)
+        return trained
+
+
+# ------------------------------------------------------------------------------
 # What bounds training steps on this machine: steps of one rank that hears of no other.
 
 
@@ -276,9 +322,7 @@ class FullyShardAlone(FullyShard):
     def __init__(self, context: RankContext) -> None:
         super().__init__("fake", context)
 
-    def step(
-        self, call: PreparedCall, wrap: Callable[[nn.Module], TrainedModel], *, alone: bool = False
-    ) -> Call:
+    def step(self, call: PreparedCall, wrap: Wrap, *, alone: bool = False) -> Call:
         """The step, whose parameters are this rank's shards."""
 
         def wrap_local(module: nn.Module) -> TrainedModel:
@@ -305,6 +349,7 @@ PEERS: PeerTable = {
     "mlx": PeerRow(Mlx, lacks_mlx, script=SCRIPT),
     "mpi": PeerRow(Mpi, lacks_mpirun, script=SCRIPT),
     "nccl": PeerRow(Nccl, lacks_nccl, script=SCRIPT),
+    "stock+group-memory": PeerRow(partial(InGroupMemory, "phalanx"), lacks_stock, script=SCRIPT),
     "alone+copies": PeerRow(AloneWithCopies, script=SCRIPT),
     "alone+fully_shard": PeerRow(FullyShardAlone, lacks_fake, script=SCRIPT),
 }
@@ -316,7 +361,7 @@ def main() -> None:
     app = typer.Typer(
         add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False
     )
-    app.command(help=bench.__doc__)(bench.bench_command)
+    app.command()(bench_command)
     try:
         app(obj={**peers.PEERS, **PEERS})
     except DistributedError as error:

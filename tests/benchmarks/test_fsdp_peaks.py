@@ -19,9 +19,8 @@ from torch import nn
 
 import phalanx
 from phalanx import Backend
-from phalanx.ops.bench.operations import PreparedCall, TrainedModel, task_of
-from phalanx.ops.bench.peer import Call, RankContext
-from phalanx.ops.bench.peers import Alone
+from phalanx.ops.bench.operations import PreparedCall, TrainedModel, TrainingTask, task_of
+from phalanx.ops.bench.peers import Alone, Call, RankContext
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -34,6 +33,7 @@ from fsdp_peaks import (
     lacks_peaks,
     measure,
     measure_peak,
+    model_bytes,
     tables,
     theory,
 )
@@ -181,9 +181,14 @@ def peaks_of_two_ranks(_: Backend) -> list[Peak | str]:
     return list(phalanx.simulate(rank, 2))
 
 
+def test_the_bytes_of_a_model_are_those_of_its_parameters() -> None:
+    parameters = TrainingTask(8, 3, 2).make_model().parameters()
+    assert model_bytes(TrainingTask(8, 3, 2)) == sum(4 * each.numel() for each in parameters)
+
+
 def test_building_and_training_are_told_apart_and_every_rank_has_all_figures() -> None:
     """In a process of its own: here, other tests' memory may be given back meanwhile."""
-    model = task_of("fsdp", TOLD_APART).model_bytes
+    model = model_bytes(task_of("fsdp", TOLD_APART))
     [(first, second)] = phalanx.spawn(peaks_of_two_ranks, 1)
     assert first == second
     assert isinstance(first, Peak)
@@ -215,7 +220,7 @@ def test_who_cannot_do_it_on_one_rank_is_left_out_on_all() -> None:
 def test_the_peak_of_memory_is_that_of_a_sharded_model() -> None:
     *_, peak = measure(["shm"], 2, width=512, steps=10)
     assert (peak.peer, peak.gives_back) == ("shm", gives_back())
-    model = task_of("fsdp", 512).model_bytes
+    model = model_bytes(task_of("fsdp", 512))
     for training, shared in zip(peak.training, peak.shared, strict=True):
         assert model / 2 < training < 6 * model
         assert shared >= model / 2 - 65536

@@ -22,7 +22,7 @@ from linked_hosts import NoLinkError, bucket
 from links import BARE, GLOO, OURS, Bare, Figure, Link, both_ways
 
 from phalanx.ops.bench.operations import OPERATIONS
-from phalanx.ops.bench.peer import RankContext
+from phalanx.ops.bench.peers import RankContext
 from phalanx.ops.bench.rank import time_rounds
 from phalanx.ops.bench.request import Entry, ResultLine
 

@@ -61,6 +61,14 @@ def test_mpi_is_measured_under_mpirun(tmp_path: Path) -> None:
     assert {line["wrong"] for line in found["lines"]} == {0}
 
 
+def test_fully_shard_trains_in_memory_of_phalanx_s_group(tmp_path: Path) -> None:
+    name = "stock+group-memory"
+    found, _ = run(tmp_path, "fsdp", "--backends", name, "--width", "64", "--no-machine")
+    reasons = [left["reason"] for left in found["left_out"]]
+    wrong = {line["peer"]: line["wrong"] for line in found["lines"]}
+    assert wrong == ({} if reasons else {name: 0})
+
+
 def test_steps_without_communication_show_what_the_machine_can_do(tmp_path: Path) -> None:
     names = ("tcp", "alone+copies", "alone+fully_shard")
     found, _ = run(

@@ -11,16 +11,18 @@ import secrets
 import signal
 import stat
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
+from typing_extensions import override
 
-from phalanx.cli import bench, kubernetes, slurm, watch
+from phalanx.cli.bench import bench_command
 from phalanx.cli.checkpoint import checkpoint_app
+from phalanx.cli.clusters import kubernetes_command, slurm_command
 from phalanx.errors import MisuseError
 from phalanx.launch.command import run_command
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
     from phalanx.ops.machine import Finding
     from phalanx.ops.observe.doctor import Check
+    from phalanx.ops.observe.watch.state import JobState
 
 app = typer.Typer(
     name="phalanx",
@@ -67,7 +70,8 @@ def _options(
 
 
 # Every word after the script is the script's, even one that looks like an option.
-app.command("run", context_settings={"allow_interspersed_args": False})(run_command)
+SCRIPT_LAST = {"allow_interspersed_args": False}
+app.command("run", context_settings=SCRIPT_LAST)(run_command)
 
 
 @app.command("token")
@@ -132,36 +136,20 @@ def trace_command(
 
     from phalanx.ops.observe.trace import page  # noqa: PLC0415
     from phalanx.ops.observe.trace.merged import merge, merged_file  # noqa: PLC0415
-    from phalanx.ops.observe.trace.profile import STATES  # noqa: PLC0415
 
     path = merged_file(folder, output)
-    html = page.page_beside(path) if as_html else None
-    png = page.picture_beside(path) if as_png else None
+    html = page.beside(path, ".html") if as_html else None
+    png = page.beside(path, ".png") if as_png else None
     merged = merge(folder, output)
     table = Table(box=None, pad_edge=False)
-    for name in (
-        "rank",
-        "operations",
-        "MiB",
-        "waiting s",
-        "communicating s",
-        "errors",
-        "last",
-        "by s",
-    ):
+    names = "rank, operations, MiB, waiting s, communicating s, errors, last, by s"
+    for name in names.split(", "):
         table.add_column(name, justify="right", no_wrap=True)
     for rank in merged.ranks:
-        seconds = dict(zip(STATES, merged.profile.ranks[rank.rank].totals(), strict=True))
-        table.add_row(
-            str(rank.rank),
-            str(rank.operations),
-            f"{rank.bytes / (1 << 20):.1f}",
-            f"{seconds['waiting']:.3f}",
-            f"{seconds['communicating']:.3f}",
-            str(rank.errors),
-            str(rank.last),
-            f"{rank.late:.3f}",
-        )
+        size, late = f"{rank.bytes / (1 << 20):.1f}", f"{rank.late:.3f}"
+        _, _, *waits = (f"{seconds:.3f}" for seconds in rank.totals())
+        cells = (rank.rank, rank.operations, size, *waits, rank.errors, rank.last, late)
+        table.add_row(*map(str, cells))
     console = Console(highlight=False, soft_wrap=True)
     console.print(table)
     console.print(page.verdict(merged), markup=False)
@@ -177,20 +165,117 @@ def trace_command(
 
 
 app.add_typer(checkpoint_app, name="checkpoint")
-app.command("watch", help=watch.__doc__, cls=watch.WatchCommand)(watch.watch_command)
-app.command("bench", help=bench.__doc__)(bench.bench_command)
-app.command(
-    "kubernetes",
-    help=kubernetes.__doc__,
-    context_settings={"allow_interspersed_args": False},
-)(kubernetes.kubernetes_command)
-app.command("slurm", help=slurm.__doc__, context_settings={"allow_interspersed_args": False})(
-    slurm.slurm_command
-)
 
-_COLOURS: Mapping[str, str] = MappingProxyType(
-    {"ok": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"}
-)
+
+class WatchCommand(TyperCommand):
+    """The command, with `--web` that may stand without a port: 0 then, for any that is free."""
+
+    @override
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = [
+            "--web=0" if word == "--web" and not "".join(args[at : at + 1]).isdecimal() else word
+            for at, word in enumerate(args, 1)
+        ]
+        return super().parse_args(ctx, words)
+
+
+@app.command("watch", cls=WatchCommand)
+def watch_command(
+    *,
+    places: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[FOLDER | HOST:PORT...]", help="What PHALANX_WATCH named for the job."
+        ),
+    ] = None,
+    once: Annotated[
+        bool,
+        typer.Option(
+            "--once", help="Print one state, and end; also where the output is no terminal."
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="For programs: one line for each state, to the end; with --once one."
+        ),
+    ] = False,
+    web: Annotated[
+        int | None,
+        typer.Option(
+            "--web",
+            metavar="[PORT]",
+            min=0,
+            max=65535,
+            help="Serve a page on this host's loopback, at a free port if none is given.",
+        ),
+    ] = None,
+) -> None:
+    """Show a job while it runs: what each rank does, who is slowest, who waits for whom.
+
+    Without an argument it is your job that runs on this host under phalanx run or phalanx.spawn;
+    where there are several it lists them. A job of another launcher is started with
+    PHALANX_WATCH=FOLDER in its environment, a folder of its own, which is named here. Of a job of
+    phalanx run on several hosts any of them shows all ranks; from elsewhere it is watched if it was
+    started with PHALANX_WATCH=0.0.0.0:PORT and PHALANX_TOKEN: here are named host:port of each
+    host, with the same token. Ranks publish what they do while somebody watches, and only then.
+
+        phalanx watch
+
+        phalanx watch runs/a/watch
+
+        phalanx watch node1:9500 node2:9500
+
+        phalanx watch --once
+
+        phalanx watch --web
+
+    With --web it is a page, for you on this host: the address that is printed lets in who has it.
+    From another host, forward a port: ssh -L 8000:127.0.0.1:8000 HOST, with --web 8000.
+    """
+    from msgspec.json import encode  # noqa: PLC0415 -- other commands need none of these
+    from rich.console import Console  # noqa: PLC0415
+
+    from phalanx.ops.observe.watch import gather, terminal  # noqa: PLC0415
+
+    if web is not None and (once or as_json):
+        raise MisuseError("--web shows states on a page: leave --once and --json out")
+    read = gather.find_job(*(places or ()))
+    states = gather.follow(read)
+    where = " ".join(places or ["its folder"])
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = terminal.WIDE_ENOUGH
+    state: JobState | None = None  # the last one
+    try:
+        if web is not None:
+            from phalanx.ops.observe.watch.web import serve  # noqa: PLC0415
+
+            state = serve(states, web, ready=lambda at: typer.echo(f"{at}  (Ctrl-C ends it)"))
+        elif once or not (console.is_terminal or as_json):
+            state = gather.snapshot(read)
+            if state is not None and as_json:
+                typer.echo(encode(state))
+            elif state is not None:
+                console.print(terminal.picture(state, console.width))
+        elif as_json:
+            for state in states:
+                typer.echo(encode(state))
+        else:
+            state = terminal.show(states, console)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    if state is None:
+        raise MisuseError(f"nothing is published in {where}: is the job over?")
+    if web is not None:
+        typer.echo(f"the job has ended: {state.ended}; pages that are open go on showing it")
+
+
+app.command("bench")(bench_command)
+app.command("kubernetes", context_settings=SCRIPT_LAST)(kubernetes_command)
+app.command("slurm", context_settings=SCRIPT_LAST)(slurm_command)
+
+_COLOURS = {"ok": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"}
 
 
 @app.command("doctor")

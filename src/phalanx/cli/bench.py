@@ -1,31 +1,4 @@
-"""Time operations of Phalanx beside other libraries, in the same processes.
-
-Rounds of all that take part are interleaved, so that what the machine does besides meets all
-alike. A line shows the median round, microseconds of a call on the slowest rank; between the
-quartiles lies half of the rounds. Every round's results are checked, to the last element.
-Bandwidths are those of the NCCL tests: bytes are the larger of what a rank gives and gets,
-and the bus bandwidth is what its link has to carry. K and M are 1024 and 1024 K; a GB is 1e9.
-
-Training steps (ddp, fsdp) are compared with what one process gets that has all samples, and
-their time with that of the same step alone, without communication: the median of the rounds'
-ratios. torch's own DDP and `fully_shard` run over Gloo, and as `stock` over Phalanx.
-
-A library that is not installed is left out, and the reason is given. Ranks are processes of
-this host, with one thread each (OMP_NUM_THREADS=1). Under a launcher (phalanx run, torchrun,
-mpirun, srun) the ranks are the launcher's, on all its hosts.
-
-    phalanx bench
-
-    phalanx bench all_gather --backends shm,gloo --ranks 2,4 --sizes 8..256M --json gather.json
-
-    phalanx bench all_reduce --backends tcp --algorithms all
-
-    phalanx bench fsdp --backends shm,tcp,gloo
-
-    phalanx bench --tune tuning.json --ranks 2,4
-
-The exit code is 1 if any result was wrong.
-"""
+"""`phalanx bench`: its options."""
 
 from __future__ import annotations
 
@@ -41,9 +14,7 @@ from phalanx.errors import MisuseError
 if TYPE_CHECKING:
     from phalanx.ops.bench.report import BenchReport
 
-_WIDEST = 1000
-"""Characters of a line."""
-
+_WIDEST = 1000  # characters of a line
 
 # Options whose words need an explanation. The others are in the command's signature.
 
@@ -61,11 +32,8 @@ Backends = Annotated[
     typer.Option(
         help="Which take part: shm, hybrid, tcp (Phalanx's own), phalanx-gloo, phalanx-mpi "
         "(Phalanx over those; MPI's ranks are mpirun's), stock (torch.distributed over Phalanx), "
-        "stock+group-memory (its fsdp in the group's memory), gloo (itself)."
+        "gloo (itself)."
     ),
-]
-Sizes = Annotated[
-    str, typer.Option(help="Bytes of a message: ranges and lists, as in 8..256M or 8,64K,16M.")
 ]
 Memories = Annotated[
     str,
@@ -101,9 +69,6 @@ BackToBack = Annotated[
         "may run ahead, the mean of a few calls hides what the others wait.",
     ),
 ]
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there.")
-]
 TuningFile = Annotated[
     Path | None,
     typer.Option(
@@ -118,9 +83,11 @@ def bench_command(
     context: typer.Context,
     *,
     operations: Operations = None,
-    backends: Backends = "shm,tcp,stock,stock+group-memory,gloo",
+    backends: Backends = "shm,tcp,stock,gloo",
     ranks: Annotated[str, typer.Option(metavar="N,...", help="Numbers of ranks.")] = "2",
-    sizes: Sizes = "8..64M",
+    sizes: Annotated[
+        str, typer.Option(help="Bytes of a message: ranges and lists, as in 8..256M or 8,64K,16M.")
+    ] = "8..64M",
     factor: Annotated[int, typer.Option(help="Between the sizes of a range.")] = 8,
     rounds: Annotated[int, typer.Option(help="Rounds that count; medians are shown.")] = 11,
     seconds: Annotated[float, typer.Option(help="What a round of small messages should take.")] = (
@@ -134,17 +101,43 @@ def bench_command(
     threads: Annotated[int, typer.Option(help="Threads of torch in each rank.")] = 1,
     beside: Beside = 0,
     back_to_back: BackToBack = False,
-    json_file: JsonFile = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there.")
+    ] = None,
     tune: TuningFile = None,
 ) -> None:
-    """Run `phalanx bench`, whose help is this module's docstring.
+    """Time operations of Phalanx beside other libraries, in the same processes.
 
-    `context.obj` may be a table of peers to choose from, as `benchmarks/other_libraries.py` has.
+    Rounds of all that take part are interleaved, so that what the machine does besides meets all
+    alike. A line shows the median round, microseconds of a call on the slowest rank; between the
+    quartiles lies half of the rounds. Every round's results are checked, to the last element.
+    Bandwidths are those of the NCCL tests: bytes are the larger of what a rank gives and gets,
+    and the bus bandwidth is what its link has to carry. K and M are 1024 and 1024 K; a GB is 1e9.
+
+    Training steps (ddp, fsdp) are compared with what one process gets that has all samples, and
+    their time with that of the same step alone, without communication: the median of the rounds'
+    ratios. torch's own DDP and `fully_shard` run over Gloo, and as `stock` over Phalanx.
+
+    A library that is not installed is left out, and the reason is given. Ranks are processes of
+    this host, with one thread each (OMP_NUM_THREADS=1). Under a launcher (phalanx run, torchrun,
+    mpirun, srun) the ranks are the launcher's, on all its hosts.
+
+        phalanx bench
+
+        phalanx bench all_gather --backends shm,gloo --ranks 2,4 --sizes 8..256M --json gather.json
+
+        phalanx bench all_reduce --backends tcp --algorithms all
+
+        phalanx bench fsdp --backends shm,tcp,gloo
+
+        phalanx bench --tune tuning.json --ranks 2,4
+
+    The exit code is 1 if any result was wrong.
     """
     from phalanx.ops.bench import peers, request, start  # noqa: PLC0415
     from phalanx.ops.bench import report as reports  # noqa: PLC0415
 
-    table = context.obj or peers.PEERS
+    table = context.obj or peers.PEERS  # benchmarks/other_libraries.py has more
     options: dict[str, Any] = {**context.params, "peers": table, "tune": tune is not None}
     for name in ("operations", "ranks", "json_file"):
         del options[name]  # the others are those of a request, by the same names

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from rich.filesize import decimal as _size
 
 from phalanx.errors import plain
 
@@ -207,8 +208,7 @@ def export_command(
             from phalanx.ops.interop.dcp_export import export_dcp  # noqa: PLC0415
 
             exported = _done(
-                "export",
-                lambda: export_dcp(checkpoint, out, model_only=model_only, begin=begin),
+                "export", lambda: export_dcp(checkpoint, out, model_only=model_only, begin=begin)
             )
         else:
             exported = _done(
@@ -316,12 +316,6 @@ def _progress(what: str) -> Iterator[Callable[[int], Advance]]:
             return lambda more: bar.advance(task, more)
 
         yield begin
-
-
-def _size(nbytes: int) -> str:
-    from rich.filesize import decimal  # noqa: PLC0415
-
-    return decimal(nbytes)
 
 
 def _bytes(tensors: list[dict[str, Any]]) -> int:

@@ -28,8 +28,7 @@ from phalanx.ops.bench.operations import (
     kinds_for,
     longest_stretch,
 )
-from phalanx.ops.bench.peer import RankContext
-from phalanx.ops.bench.peers import Copy, Phalanx
+from phalanx.ops.bench.peers import Copy, Phalanx, RankContext
 from phalanx.ops.bench.rank import MANY_CALLS, busy_processes, time_rounds
 
 MEASURED = [name for name, row in OPERATIONS.items() if name != "copy" and not row.training]

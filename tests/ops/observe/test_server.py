@@ -14,8 +14,7 @@ from phalanx.errors import BackendUnavailableError
 from phalanx.launch.server import DoorServer
 from phalanx.launch.store import StoreServer, connect_store
 from phalanx.ops.observe.watch.folder import WatchFolder
-from phalanx.ops.observe.watch.nodes import RemoteNode
-from phalanx.ops.observe.watch.server import WatchServer
+from phalanx.ops.observe.watch.nodes import RemoteNode, WatchServer
 from phalanx.ops.observe.watch.state import JobState
 
 TOKEN = "a token of the tests of servers"

@@ -214,6 +214,24 @@ def test_the_page_fetches_nothing_and_allows_only_its_own_script_and_style(tmp_p
     )
 
 
+def test_each_row_of_a_table_has_a_cell_for_each_heading_and_errors_are_shown_if_there_are_some(
+    tmp_path: Path,
+) -> None:
+    merged = a_job(tmp_path, slow=1)
+    for error in (None, "it broke"):
+        if error is not None:
+            Rank(tmp_path, 0, run=1).did(0, 0, args={"error": error})
+            merged = merge(tmp_path)
+        page = page_of(merged)
+        tables = page.source.split("<table")[1:]
+        assert len(tables) == 4
+        for table in tables:
+            for row in re.findall(r'<tr class="[^"]*">.*?</tr>', table):
+                assert row.count("<td") == table.count("<th ")
+        (section,) = [a for _, a in page.tags if a.get("aria-labelledby") == "errors-title"]
+        assert ("hidden" in section) is (error is None)
+
+
 NASTY = "</script><script>alert(1)</script>\"'><img src=x onerror=alert(2)>&lt;\x1b[31m\u202e\x00"
 
 

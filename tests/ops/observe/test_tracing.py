@@ -62,7 +62,7 @@ def test_the_straggler_is_who_came_last_by_the_time_to_the_one_before(tmp_path: 
     merged = merge(tmp_path)
     assert [rank.last for rank in merged.ranks] == [0, 1, 2]
     assert [round(rank.late * 1e6) for rank in merged.ranks] == [0, 5, 95 + 99]
-    assert merged.collectives == 3
+    assert merged.profile.collectives == 3
 
 
 def test_groups_of_the_same_members_are_told_apart(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_groups_of_the_same_members_are_told_apart(tmp_path: Path) -> None:
         trace.did(0, early, tid=1 + rank, args=pair)  # each rank numbers its groups by itself
         trace.did(0, late, tid=5 + rank, args=pair)
     merged = merge(tmp_path)
-    assert merged.collectives == 2
+    assert merged.profile.collectives == 2
     assert round(merged.ranks[1].late * 1e6) == 10 + 30
 
 
@@ -82,7 +82,7 @@ def test_a_restarted_rank_has_two_runs_on_one_line_of_ranks(tmp_path: Path) -> N
             Rank(tmp_path, rank, run=run).did(0, run * 1e6 + 10 * rank)
     merged = merge(tmp_path)
     assert [rank.runs for rank in merged.ranks] == [2, 2]
-    assert merged.collectives == 2
+    assert merged.profile.collectives == 2
     lines = [e["args"]["name"] for e in events(merged.path) if e["name"] == "thread_name"]
     assert sorted(lines) == ["world", "world", "world, run 1", "world, run 1"]
 
@@ -199,7 +199,7 @@ def test_what_ranks_write_is_what_is_read(tmp_path: Path, monkeypatch: pytest.Mo
     simulate(communicate, 3)
     merged = merge(tmp_path)
     assert [rank.operations for rank in merged.ranks] == [3, 3, 2]
-    assert merged.collectives == 3
+    assert merged.profile.collectives == 3
     assert merged.notes == []
     lines = [e for e in events(merged.path) if e["name"] == "thread_name"]
     named = {(line["pid"], line["args"]["name"]) for line in lines}

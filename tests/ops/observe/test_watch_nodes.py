@@ -20,8 +20,7 @@ from phalanx.launch.observer import NodePlace, OtherNodes
 from phalanx.ops.observe.watch.folder import OTHERS, WatchFolder
 from phalanx.ops.observe.watch.gather import find_job, follow, snapshot
 from phalanx.ops.observe.watch.launcher import NodeWatch
-from phalanx.ops.observe.watch.nodes import RemoteNode
-from phalanx.ops.observe.watch.server import MOST_WATCHERS, WatchServer
+from phalanx.ops.observe.watch.nodes import MOST_WATCHERS, RemoteNode, WatchServer
 from phalanx.ops.observe.watch.state import MOST_BYTES, JobState, RankState
 from phalanx.wire.control import Endpoint, parse_address
 

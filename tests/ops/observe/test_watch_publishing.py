@@ -33,9 +33,8 @@ from phalanx.ops.observe.watch.folder import (
     private_folders,
     process_status,
 )
-from phalanx.ops.observe.watch.nodes import RemoteNode
+from phalanx.ops.observe.watch.nodes import RemoteNode, WatchServer, as_address, token_for_watchers
 from phalanx.ops.observe.watch.publish import Publisher, begin
-from phalanx.ops.observe.watch.server import WatchServer, as_address, token_for_watchers
 from phalanx.ops.observe.watch.state import (
     MOST_BYTES,
     JobState,

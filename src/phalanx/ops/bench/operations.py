@@ -312,16 +312,6 @@ class TrainingTask(NamedTuple):
         inputs, targets = torch.cat(batches, dim=1)
         return inputs, targets
 
-    @property
-    def layer_bytes(self) -> int:
-        """Bytes of one layer's weight and bias."""
-        return 4 * self.width * (self.width + 1)
-
-    @property
-    def model_bytes(self) -> int:
-        """Bytes of all parameters, and of all gradients."""
-        return self.depth * self.layer_bytes
-
     def __str__(self) -> str:
         return (
             f"{self.depth} layers of {self.width} x {self.width}, {self.batch} samples on each rank"
@@ -358,6 +348,10 @@ class TrainedModel(NamedTuple):
     average: Callable[[], object] = lambda: None
 
 
+Wrap = Callable[[nn.Module], TrainedModel]
+"""Turns the plain model into one that is trained on this rank."""
+
+
 def replicated(model: nn.Module, plain: nn.Module | None = None) -> TrainedModel:
     """Return a model that is whole on each rank, inside a wrapper that averages, or alone."""
     plain = model if plain is None else plain
@@ -369,17 +363,10 @@ class TrainingStep:
 
     A stretch of steps begins with the same weights each time. The weights after it are compared
     with those of one process with the samples of all `ranks`, whose gradients count; this one is
-    `rank`. `wrap` turns the plain model into one that is trained on this rank.
+    `rank`.
     """
 
-    def __init__(
-        self,
-        task: TrainingTask,
-        wrap: Callable[[nn.Module], TrainedModel],
-        *,
-        rank: int,
-        ranks: range,
-    ) -> None:
+    def __init__(self, task: TrainingTask, wrap: Wrap, *, rank: int, ranks: range) -> None:
         self._task, self._ranks = task, ranks
         self._trained = wrap(task.make_model())
         self._start: Tensors = {}

@@ -1,8 +1,7 @@
-"""The measured libraries, and the table of them all.
+"""The measured libraries: their interface on one rank, `Peer`, and the table of them all.
 
     Phalanx              one of its own backends, by the names that `phalanx.init` knows
     TorchDistributed     torch.distributed over Gloo or Phalanx, with DDP and `fully_shard`
-    FullyShard           `fully_shard` alone, with torch's option for a group's memory
     Socket, Copy, Alone  the limits of this machine
 
 To add one, subclass `Peer`, and give it a row of `PEERS`. `benchmarks/other_libraries.py` adds
@@ -15,10 +14,11 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,14 +39,173 @@ from phalanx.ops.bench.operations import (
     BenchOperation,
     PreparedCall,
     TrainedModel,
+    TrainingStep,
+    Wrap,
     elements_of,
     replicated,
+    task_of,
 )
-from phalanx.ops.bench.peer import Call, Peer, RankContext
 from phalanx.parallel import DDP
 from phalanx.transport.tcp.addresses import address_toward
 from phalanx.wire.control import Endpoint
 from phalanx.wire.memory import tensor_bytes
+
+T = TypeVar("T")
+Call = Callable[[], object]
+Move = Callable[[Tensor, int], object]  # send, or recv: of a tensor and a peer
+Binder = Callable[[PreparedCall], Call]
+"""Returns what does it once, in the memory of the call; may give the call its other functions."""
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """One rank of a benchmark: the parts to make peers from, and the ranks' exchanges.
+
+    backend   over TCP, idle while anything is timed: for the ranks' exchanges between rounds
+    master    a name of rank 0's host
+    timeout   seconds that a rank waits for another
+    width     of the layers of a trained model; 0: the operation's own
+    buffers   (use, elements, device) -> torch's memory, which all peers use, one after the other
+    """
+
+    backend: Backend
+    master: str
+    timeout: float
+    width: int = 0
+    buffers: dict[tuple[str, int, str], Tensor] = field(default_factory=dict)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, on every rank. Within an `attempt` that has failed elsewhere,
+        raise: the failed rank calls no `gather`.
+        """
+        values, problem = self._exchange(value)
+        if problem:
+            raise _AttemptFailedError(problem)
+        return values
+
+    def problem(self, here: str) -> str:
+        """Return the first rank's problem, on every rank; empty if no rank has one."""
+        return self._exchange(None, here)[1]
+
+    def attempt(self, action: Callable[[], T]) -> tuple[T | None, str]:
+        """Run it on every rank; return its result here, and the first rank's `problem`."""
+        result, here = None, ""
+        try:
+            result = action()
+        except _AttemptFailedError as failed:
+            return None, str(failed)
+        except Exception as error:
+            here = f"{type(error).__name__}: {error}"
+        return result, self.problem(here)
+
+    def _exchange(self, value: Any, here: str = "") -> tuple[list[Any], str]:
+        """Return every rank's value, and the first rank's problem."""
+        values, texts = zip(*ours.all_gather_object((value, here), self.backend), strict=True)
+        if len(set(texts)) == 1:
+            return list(values), here
+        first = next(rank for rank, text in enumerate(texts) if text)
+        return list(values), f"rank {first}: {texts[first]}"
+
+
+class _AttemptFailedError(Exception):
+    """An attempt that has failed on another rank, as every rank knows."""
+
+
+class Peer:
+    """A library under test, made by a row of the table of peers, on every rank at one time.
+
+    does        its operations: name -> function that makes a call of it
+    beside      its operation beside another one, if not the same: it shows the machine's limit
+    memories    the kinds of memory that it can be given; without "ordinary", it uses these always
+    device      of the messages' memory
+    """
+
+    does: Mapping[str, Binder]
+    beside: Mapping[str, str] = MappingProxyType({})
+    memories: frozenset[str] = frozenset({"ordinary"})
+    device: str = "cpu"
+
+    def __init__(self, context: RankContext) -> None:
+        self.rank, self.size = context.backend.rank, context.backend.world_size
+        self.width = context.width
+        self._buffers = context.buffers
+
+    def algorithms(self, operation: BenchOperation) -> tuple[str, ...]:
+        """Return the algorithms that can be requested by name: the same on every rank."""
+        return ("auto",)
+
+    def empty(self, elements: int) -> Tensor:
+        """Return memory of the library's own kind, if it has such."""
+        return torch.empty(elements)
+
+    def finish(self) -> None:
+        """Wait until the last call has arrived, if calls return before."""
+
+    def close(self) -> None:
+        """Leave the library in its former state, as far as possible."""
+
+    def prepare(
+        self, operation: BenchOperation, count: int, kind: str = "ordinary", algorithm: str = "auto"
+    ) -> PreparedCall:
+        """Return a call on messages of `count` bytes in this kind of memory."""
+        bind = self.does[operation.name]
+        if operation.name in self.beside:
+            operation = OPERATIONS[self.beside[operation.name]]
+        n = operation.fitting(self.size, count)
+
+        def make(use: str, what: str) -> Tensor:
+            elements = elements_of(what, self.size, n)
+            if kind == "registered":
+                return self.empty(elements)
+            key = (use, elements, self.device)
+            if key not in self._buffers:  # touched: no page is missing when it is timed
+                self._buffers[key] = torch.zeros(elements, device=self.device)
+            return self._buffers[key]
+
+        source = make("source", operation.given)
+        out, fresh = source, kind == "fresh"
+        if fresh:  # not known before the first call
+            out = torch.empty(0)
+        elif kind == "into" or not operation.in_place:
+            out = make("out", operation.expected)
+        call = PreparedCall(operation, n, source, out, fresh, algorithm, finish=self.finish)
+        call.call = bind(call)
+        return call
+
+    def step(self, call: PreparedCall, wrap: Wrap, *, alone: bool = False) -> Call:
+        """Return the training step of one rank, which trains with the others or by itself."""
+        task = task_of(call.operation.name, self.width)
+        ranks = range(self.rank, self.rank + 1) if alone else range(self.size)
+        step = TrainingStep(task, wrap, rank=self.rank, ranks=ranks)
+        call.load, call.count_wrong = step.load, step.count_wrong
+        return step.call
+
+    def messages(self, call: PreparedCall, send: Move, recv: Move) -> Call:
+        """Return the messages between this rank and its neighbour.
+
+        `ping_pong` goes there and back in one call. In a `stream` the even rank sends, and the
+        other confirms when it has everything.
+        """
+        data, peer, finish = call.source, self.rank ^ 1, call.finish
+        if peer >= self.size:  # the last of an odd number has nobody
+            return lambda: None
+        first, second = (send, recv) if self.rank % 2 == 0 else (recv, send)
+
+        def there_and_back() -> None:
+            first(data, peer)
+            second(data, peer)
+
+        if call.operation.name == "ping_pong":
+            return there_and_back
+        token = torch.zeros(1, device=data.device)
+
+        def end_of_stream() -> None:
+            second(token, peer)
+            finish()
+
+        call.finish = end_of_stream
+        return lambda: first(data, peer)
+
 
 # ------------------------------------------------------------------------------
 # Phalanx.
@@ -122,7 +281,7 @@ class TorchDistributed(Peer):
 
     def __init__(self, name: str, context: RankContext) -> None:
         super().__init__(context)
-        group = self._group = _make_group(name, context)
+        group = self._group = make_group(name, context)
         send, recv = partial(dist.send, group=group), partial(dist.recv, group=group)
         messages = partial(self.messages, send=send, recv=recv)
         ddp = partial(DistributedDataParallel, process_group=group)
@@ -162,36 +321,11 @@ class TorchDistributed(Peer):
 
     def close(self) -> None:
         """Leave the group; with the default group the others end, too."""
-        _leave_group(self._group)
+        if dist.is_initialized():
+            dist.destroy_process_group(self._group)
 
 
-class FullyShard(Peer):
-    """`fully_shard` over a group of torch's of that name.
-
-    With `group_memory` in memory of the group's, by torch's option for that.
-    """
-
-    def __init__(self, name: str, context: RankContext, *, group_memory: bool = False) -> None:
-        super().__init__(context)
-        self._name, self._context, self._group_memory = name, context, group_memory
-        self._group: Any = None
-        self.does = {"fsdp": self._fsdp}
-
-    def _fsdp(self, call: PreparedCall) -> Call:
-        if self._group is None:  # most benchmarks do not ask for it
-            self._group = _make_group(self._name, self._context)
-        memory = self._group_memory
-        return self.step(
-            call, partial(fully_sharded_by_torch, group=self._group, group_memory=memory)
-        )
-
-    def close(self) -> None:
-        """Leave the group; with the default group the others end, too."""
-        if self._group is not None:
-            _leave_group(self._group)
-
-
-def _make_group(name: str, context: RankContext) -> Any:
+def make_group(name: str, context: RankContext) -> Any:
     """Return a process group of all ranks: torch's default group, if there is none yet."""
     wait = timedelta(seconds=context.timeout)
     if dist.is_initialized():
@@ -204,18 +338,11 @@ def _make_group(name: str, context: RankContext) -> Any:
     return dist.group.WORLD
 
 
-def _leave_group(group: Any) -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group(group)
-
-
-def fully_sharded_by_torch(
-    module: nn.Module, group: Any, *, group_memory: bool = False
-) -> TrainedModel:
+def fully_sharded_by_torch(module: nn.Module, group: Any) -> TrainedModel:
     """Apply torch's `fully_shard` as its documentation recommends: on each layer, then on all."""
     # Half a second, which only this measurement should wait for.
     from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415
-    from torch.distributed.fsdp import FSDPModule, fully_shard  # noqa: PLC0415
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
     from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415
 
     mesh = DeviceMesh.from_group(group, "cpu")
@@ -223,10 +350,6 @@ def fully_sharded_by_torch(
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     fully_shard(module, mesh=mesh)
-    if group_memory:
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                part.set_allocate_memory_from_process_group_for_comm(True)
 
     def shards() -> dict[str, Any]:
         return {name: value.detach() for name, value in module.named_parameters()}
@@ -350,9 +473,6 @@ PEERS: PeerTable = MappingProxyType(
         "phalanx-gloo": _phalanx("gloo"),
         "phalanx-mpi": _phalanx("mpi")._replace(lacks=lacks_mpirun),
         "stock": PeerRow(partial(TorchDistributed, "phalanx"), lacks_stock),
-        "stock+group-memory": PeerRow(
-            partial(FullyShard, "phalanx", group_memory=True), lacks_stock
-        ),
         "gloo": PeerRow(partial(TorchDistributed, "gloo"), lacks_gloo),
         "socket": PeerRow(Socket),
         "copy": PeerRow(Copy),

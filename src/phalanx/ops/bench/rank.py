@@ -38,8 +38,7 @@ from phalanx.ops.bench.operations import (
     longest_stretch,
     values_of,
 )
-from phalanx.ops.bench.peer import Peer, RankContext
-from phalanx.ops.bench.peers import MACHINE, PEERS, PeerTable, Phalanx
+from phalanx.ops.bench.peers import MACHINE, PEERS, Peer, PeerTable, Phalanx, RankContext
 from phalanx.ops.bench.request import (
     BackendInfo,
     BenchRequest,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from rich.table import Table
@@ -24,11 +24,8 @@ from phalanx.ops.bench.request import (
     show_size,
 )
 
-_ALONE = "alone"
-"""The peer whose training step is compared with the others': it has no communication."""
-
-_BUSY = 0.25
-"""Processes for each core, beyond which figures are doubtful."""
+_ALONE = "alone"  # the peer without communication, whose training step is the measure of others
+_BUSY = 0.25  # processes for each core, beyond which figures are doubtful
 
 
 @dataclass
@@ -124,14 +121,6 @@ def tables(report: BenchReport) -> Iterator[Table]:
         yield _table(report, operation, ranks, list(lines))
 
 
-def _new_table(title: str, *headings: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for heading in headings:
-        side: Literal["left", "right"] = "right" if heading else "left"
-        table.add_column(heading, justify=side, no_wrap=True)
-    return table
-
-
 def _table(report: BenchReport, operation: str, ranks: int, lines: list[ResultLine]) -> Table:
     row, baseline = OPERATIONS[operation], report.request.baseline
     title = f"{operation}, {ranks} ranks{report.request.circumstances}"
@@ -139,9 +128,9 @@ def _table(report: BenchReport, operation: str, ranks: int, lines: list[ResultLi
     if row.training:
         title += f": {task_of(operation, report.request.width)}"
         rates = {f"of {_ALONE}": f"of_{_ALONE}"}
-    table = _new_table(
-        title, *("bytes", "", "us", "lowest", "quartiles", *rates, f"x {baseline}", "wrong")
-    )
+    table = Table(title=title, title_justify="left")
+    for name in ("bytes", "", "us", "lowest", "quartiles", *rates, f"x {baseline}", "wrong"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
     digits = 2 if row.training else 3
     for size, group in itertools.groupby(lines, lambda line: line.bytes):
         table.add_section()

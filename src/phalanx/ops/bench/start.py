@@ -27,6 +27,7 @@ from phalanx.errors import (
 from phalanx.files import write
 from phalanx.launch.environment import STORE_VARIABLE, read_environment
 from phalanx.launch.reaper import GRACE, Reaper
+from phalanx.launch.report import root_cause
 from phalanx.launch.store import StoreServer, listen_for_store
 from phalanx.launch.supervisor import Supervisor
 from phalanx.ops.bench.peers import PEERS, PeerTable
@@ -72,11 +73,8 @@ def run_bench(report: BenchReport, show: Callable[[str], None]) -> bool:
 # Starting the ranks of a benchmark on this host, and listening to them.
 
 _POLL = 0.05
-_SILENCE = 600.0
-"""Seconds without a word from rank 0 after which the ranks are taken to hang."""
-
-_LAST_LINES = 30
-"""Of a failed rank's output, which are shown."""
+_SILENCE = 600.0  # seconds without a word from rank 0 after which the ranks are taken to hang
+_LAST_LINES = 30  # of a failed rank's output, which are shown
 
 _EXECUTE = (
     "import os, signal, sys; os.read(int(sys.argv[2]), 1) or sys.exit(); "
@@ -132,7 +130,7 @@ def run_ranks(request: BenchRequest, ranks: int, peers: PeerTable = PEERS) -> It
                     options=("-I", "-S"),
                     stdin=subprocess.DEVNULL,
                 )
-            yield from _listen(folder, supervisor, ranks)
+            yield from _listen(folder, supervisor)
 
 
 def _working_folder() -> tempfile.TemporaryDirectory[str]:
@@ -145,8 +143,8 @@ def _working_folder() -> tempfile.TemporaryDirectory[str]:
         ) from error
 
 
-def _listen(folder: Path, supervisor: Supervisor, count: int) -> Iterator[Message]:
-    """Yield rank 0's messages, until all `processes` have ended."""
+def _listen(folder: Path, supervisor: Supervisor) -> Iterator[Message]:
+    """Yield rank 0's messages, until all ranks have ended."""
 
     def last_lines(number: int) -> str:
         text = (folder / f"output-{number}").read_text(errors="replace")
@@ -169,14 +167,13 @@ def _listen(folder: Path, supervisor: Supervisor, count: int) -> Iterator[Messag
                 )
             supervisor.wait(_POLL)
     deadline = time.monotonic() + GRACE  # a rank that lost a peer may end before the peer itself
-    while time.monotonic() < deadline and len(supervisor.exits()) < count:
+    while time.monotonic() < deadline and len(supervisor.exits()) < len(supervisor.ranks):
         supervisor.wait(_POLL)
-    codes = {ended.rank: ended.code for ended in supervisor.exits()}
-    said = "\n".join(
-        f"--- rank {number}, exit code {codes.get(number)}:\n{last_lines(number)}"
-        for number in range(count)
-        if codes.get(number) != 0
+    said = "".join(
+        f"\n--- rank {ended.rank}, exit code {ended.code}:\n{last_lines(ended.rank)}"
+        for ended in supervisor.ranks
+        if ended.code != 0
     )
-    failed = [ended for ended in supervisor.exits() if ended.failed]
-    first = min(failed, key=lambda ended: ended.time)
-    raise PeerLostError(f"a rank of the benchmark failed\n{said}", peer=first.rank)
+    first = root_cause(supervisor.exits())
+    assert first is not None
+    raise PeerLostError(f"a rank of the benchmark failed{said}", peer=first.rank)

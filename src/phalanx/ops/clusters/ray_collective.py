@@ -65,12 +65,10 @@ class PhalanxGroup(BaseGroup):  # type: ignore[misc] # mypy is run without Ray
 
     @classmethod
     def backend(cls) -> str:
-        """Return the name under which it is registered."""
         return "PHALANX"
 
     @classmethod
     def check_backend_availability(cls) -> bool:
-        """Return whether it can be used: wherever it can be imported."""
         return True
 
     def destroy_group(self) -> None:

@@ -14,7 +14,7 @@ import dataclasses
 import gc
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
 from typing import Any
@@ -32,19 +32,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 from phalanx import files
 from phalanx.checkpoint.manifest import OptimizerRecord, StateRecord, TensorRecord
 from phalanx.checkpoint.storage import new_folder
-from phalanx.checkpoint.stored import (
-    Advance,
-    Begin,
-    Exported,
-    StoredCheckpoint,
-    nbytes_of,
-)
+from phalanx.checkpoint.stored import Advance, Begin, Exported, StoredCheckpoint, nbytes_of
 from phalanx.checkpoint.tensor_files import HELD, Reader
 from phalanx.errors import CheckpointMismatchError, UnsupportedOperationError
 from phalanx.parallel.wrapper import Slice
 from phalanx.wire.codec import DTYPES
 
 _ROOM_PER_ITEM = 4096  # bytes that torch.save adds to a tensor, and its place in the metadata
+Records = dict[str, TensorRecord]  # of the tensors, by their keys in the state dict
 
 
 def export_dcp(
@@ -72,11 +67,11 @@ def export_dcp(
             f"{checkpoint.path} is a part of a tensor-parallel model, of which --format dcp cannot "
             "put optimizers together: --format hf writes the whole model"
         )
-    tensors = _Tensors(checkpoint)
-    state = _state_dict(checkpoint, tensors, model_only)
-    nbytes = sum(map(nbytes_of, tensors.records.values()))
-    needed = nbytes + _ROOM_PER_ITEM * (len(tensors.records) + 1)
-    planner = _ReadWhenWritten(checkpoint, tensors.records, begin(nbytes))
+    records: Records = {}
+    state = _state_dict(checkpoint, records, model_only)
+    nbytes = sum(map(nbytes_of, records.values()))
+    needed = nbytes + _ROOM_PER_ITEM * (len(records) + 1)
+    planner = _ReadWhenWritten(checkpoint, records, begin(nbytes))
     with new_folder(os.fspath(out), needed) as folder:
         writer = _ShortFiles(folder, per_thread_copy_ahead=0)
         writer.fs = RegularFiles()
@@ -96,19 +91,6 @@ def _first_of(error: BaseException) -> BaseException:
     while earlier is not None and not isinstance(earlier, OSError):
         earlier = earlier.__cause__ or earlier.__context__
     return earlier or error
-
-
-class _Tensors:
-    """Makes placeholders for tensors, and finds these by their keys in the state dict."""
-
-    def __init__(self, checkpoint: StoredCheckpoint) -> None:
-        self._checkpoint = checkpoint
-        self.records: dict[str, TensorRecord] = {}
-
-    def placeholder(self, key: str, record: TensorRecord) -> Tensor:
-        """Return a tensor on the meta device, which has no elements."""
-        self.records[key] = record
-        return torch.empty(record.shape, dtype=DTYPES[record.dtype], device="meta")
 
 
 class RegularFiles(FileSystem):
@@ -159,9 +141,7 @@ def _batches(items: Iterable[WriteItem]) -> Iterator[list[WriteItem]]:
 class _ReadWhenWritten(DefaultSavePlanner):
     """Reads a tensor when torch's writer reaches it; until then it is a placeholder."""
 
-    def __init__(
-        self, checkpoint: StoredCheckpoint, records: Mapping[str, TensorRecord], advance: Advance
-    ) -> None:
+    def __init__(self, checkpoint: StoredCheckpoint, records: Records, advance: Advance) -> None:
         super().__init__()
         self._reader = Reader(checkpoint.path, checkpoint.manifest)
         self._records = records
@@ -182,13 +162,17 @@ class _ReadWhenWritten(DefaultSavePlanner):
 # The state dict
 
 
-def _state_dict(
-    checkpoint: StoredCheckpoint, tensors: _Tensors, model_only: bool
-) -> dict[str, Any]:
+def _placeholder(records: Records, key: str, record: TensorRecord) -> Tensor:
+    """Note a tensor's record; return one on the meta device, which has no elements."""
+    records[key] = record
+    return torch.empty(record.shape, dtype=DTYPES[record.dtype], device="meta")
+
+
+def _state_dict(checkpoint: StoredCheckpoint, records: Records, model_only: bool) -> dict[str, Any]:
     manifest = checkpoint.manifest
     names = {name: name for name in manifest.model} | manifest.aliases
     model: dict[str, Any] = {
-        name: tensors.placeholder(f"model.{name}", manifest.model[stored])
+        name: _placeholder(records, f"model.{name}", manifest.model[stored])
         for name, stored in names.items()
     }
     model |= {key: checkpoint.value(value) for key, value in manifest.values.items()}
@@ -196,14 +180,14 @@ def _state_dict(
     if model_only:
         return state
     if manifest.optimizer is not None:
-        state["optimizer"] = _optimizer_state(manifest.optimizer, checkpoint, tensors)
+        state["optimizer"] = _optimizer_state(manifest.optimizer, checkpoint, records)
     if manifest.extra is not None:
         state["extra"] = checkpoint.value(manifest.extra)
     return state
 
 
 def _optimizer_state(
-    saved: OptimizerRecord, checkpoint: StoredCheckpoint, tensors: _Tensors
+    saved: OptimizerRecord, checkpoint: StoredCheckpoint, records: Records
 ) -> dict[str, Any]:
     if saved.shared:
         raise CheckpointMismatchError(
@@ -217,9 +201,8 @@ def _optimizer_state(
         state[name] = {}
         for key, record in of_parameter.items():
             if record.tensor:
-                stored = reader.record(record.tensor)
-                placeholder = tensors.placeholder(f"optimizer.state.{name}.{key}", stored)
-                state[name][key] = placeholder
+                place, stored = f"optimizer.state.{name}.{key}", reader.record(record.tensor)
+                state[name][key] = _placeholder(records, place, stored)
             else:
                 values.setdefault(name, {})[key] = _whole_value(name, key, record, checkpoint)
     for name, of_parameter in checkpoint.value(values).items():  # all of them read at a time

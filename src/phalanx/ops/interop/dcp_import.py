@@ -57,12 +57,7 @@ from phalanx.wire.memory import plain, tensor_bytes
 METADATA_FILE = ".metadata"
 Path = tuple[str | int, ...]
 _MODELS: tuple[Path, ...] = (("model",), ("app", "model"))
-_OPTIMIZERS: tuple[Path, ...] = (
-    ("optimizer",),
-    ("optim",),
-    ("app", "optimizer"),
-    ("app", "optim"),
-)
+_OPTIMIZERS: tuple[Path, ...] = (("optimizer",), ("optim",), ("app", "optimizer"), ("app", "optim"))
 _ADDED = frozenset({"initial_lr", "param_names"})  # by schedulers, and by names of parameters
 _SHOWN = 8  # names in a message
 _TIMEOUT = 300.0  # seconds to wait for a save in the folder
@@ -118,7 +113,7 @@ def import_dcp(
 
     def bytes_of(shard: TensorShard) -> memoryview:
         tensor = local.tensors[shard]
-        read = stored.tensor(entries.key_of[id(tensor)]) if tensor.is_meta else tensor
+        read = stored.tensor(entries.key_of[tensor]) if tensor.is_meta else tensor
         advance(shard.nbytes)
         return tensor_bytes(plain(read))
 
@@ -225,18 +220,13 @@ class _Entries:
 
     def __init__(self, stored: _Stored, model: str | None, optimizer: str | None) -> None:
         self.notes: list[str] = []
-        self.key_of: dict[int, str] = {}  # of placeholders, by their id
-        self._placeholders: list[Tensor] = []
+        self.key_of: dict[Tensor, str] = {}  # of placeholders
         self._stored = stored
         self._all = stored.metadata.state_dict_metadata
         places: Mapping[str, Path] = stored.metadata.planner_data or {}
         paths = {key: tuple(places.get(key, (key,))) for key in self._all}
-        of_optimizer = _prefix(paths.values(), optimizer, _OPTIMIZERS)
-        of_model = _prefix(paths.values(), model, _MODELS)
-        if model is not None and of_model is None:
-            raise _no_such(model, stored, paths.values())
-        if optimizer is not None and of_optimizer is None:
-            raise _no_such(optimizer, stored, paths.values())
+        of_model = _prefix(stored, paths.values(), model, _MODELS)
+        of_optimizer = _prefix(stored, paths.values(), optimizer, _OPTIMIZERS)
         self.model: dict[str, str] = {}
         self.optimizer: dict[str, str] = {}
         self.rest: dict[Path, str] = {}
@@ -265,8 +255,7 @@ class _Entries:
         if not isinstance(stored, TensorStorageMetadata):
             return self._stored.value(key)
         placeholder = self._stored.placeholder(key, stored)
-        self._placeholders.append(placeholder)
-        self.key_of[id(placeholder)] = key
+        self.key_of[placeholder] = key
         return placeholder
 
     def step(self) -> int:
@@ -310,18 +299,18 @@ def _top(paths: Iterable[Path]) -> str:
     return ", ".join(sorted({str(path[0]) for path in paths})[:_SHOWN]) or "nothing"
 
 
-def _prefix(paths: Iterable[Path], asked: str | None, usual: tuple[Path, ...]) -> Path | None:
-    """Return the first of these with which some path begins."""
+def _prefix(
+    stored: _Stored, paths: Iterable[Path], asked: str | None, usual: tuple[Path, ...]
+) -> Path | None:
+    """Return the first of these with which some path begins; raise if none does as `asked`."""
     candidates = usual if asked is None else (tuple(asked.split(".")),)
     longer = [path for path in paths if len(path) > 1]
     for prefix in candidates:
         if any(path[: len(prefix)] == prefix for path in longer):
             return prefix
+    if asked is not None:
+        raise MisuseError(f"{stored.path} has nothing under {asked}: it has {_top(paths)}")
     return None
-
-
-def _no_such(asked: str, stored: _Stored, paths: Iterable[Path]) -> MisuseError:
-    return MisuseError(f"{stored.path} has nothing under {asked}: it has {_top(paths)}")
 
 
 # ------------------------------------------------------------------------------

@@ -19,17 +19,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from phalanx import files
 from phalanx.checkpoint.manifest import TensorRecord
 from phalanx.checkpoint.parts import WholeModel
 from phalanx.checkpoint.safetensors_format import DTYPE_NAMES, INDEX, SINGLE, header_bytes
-from phalanx.checkpoint.storage import (
-    new_folder,
-    write_file,
-)
+from phalanx.checkpoint.storage import new_folder, write_file
 from phalanx.checkpoint.stored import (
     Advance,
     Begin,
@@ -83,14 +79,13 @@ def export_hugging_face(
     notes = _notes(model)
     copied = _config_files(config, records, notes) if config is not None else {}
     nbytes = sum(map(nbytes_of, records.values()))
-    plan = _plan(records, aliases, shard_size)
-    if len(plan) > 1:
+    shards = _plan(records, aliases, shard_size)
+    if len(shards) > 1:
         index = {
             "metadata": {"total_size": nbytes, **aliases},
-            "weight_map": {name: file for file, names, _ in plan for name in names},
+            "weight_map": {name: shard.name for shard in shards for name in shard.names},
         }
         copied[INDEX] = json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
-    shards = [_ShardFile(file, header, names) for file, names, header in plan]
     needed = nbytes + sum(len(shard.header) for shard in shards) + sum(map(len, copied.values()))
     advance = begin(nbytes)
     with new_folder(os.fspath(out), needed, copied) as folder:
@@ -141,8 +136,8 @@ def _notes(model: WholeModel) -> list[str]:
 
 def _plan(
     records: Mapping[str, TensorRecord], aliases: Mapping[str, str], shard_size: int
-) -> list[tuple[str, list[str], bytes]]:
-    """Return each file's name, the names of its tensors in their order, and its header."""
+) -> list[_ShardFile]:
+    """Return the files, with the names of their tensors in their order."""
     shards = _split(records, shard_size)
     planned = []
     for number, names in enumerate(shards, start=1):
@@ -154,7 +149,8 @@ def _plan(
             (name, DTYPE_NAMES[records[name].dtype], records[name].shape, nbytes_of(records[name]))
             for name in ordered
         ]
-        planned.append((file, ordered, header_bytes({"format": "pt", **tied}, tensors)))
+        header = header_bytes({"format": "pt", **tied}, tensors)
+        planned.append(_ShardFile(file, header, ordered))
     return planned
 
 
@@ -238,14 +234,11 @@ def _dtype_of(records: Iterable[TensorRecord]) -> str | None:
     return max(sizes, key=sizes.__getitem__, default=None)
 
 
-_UNITS: Mapping[str, int] = MappingProxyType(
-    {
-        "": 1,
-        "b": 1,
-        **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
-        **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
-    }
-)
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{ending}": base**power
+    for ending, base in (("b", 1000), ("ib", 1024))
+    for power, prefix in enumerate("kmgt", start=1)
+}
 
 
 def parse_size(text: str) -> int:

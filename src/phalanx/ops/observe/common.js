@@ -54,3 +54,8 @@ function compare(one, other) {
   const difference = Number(one) - Number(other);
   return Number.isNaN(difference) ? (one < other ? -1 : one > other ? 1 : 0) : difference;
 }
+
+// The share that a digit means, 0 to z (one_page.py).
+function shareOf(digit) {
+  return parseInt(digit, 36) / 35;
+}

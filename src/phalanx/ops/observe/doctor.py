@@ -259,12 +259,15 @@ def find_process_groups() -> Finding:
 #
 # Those that take seconds to import are found by their installed files.
 
+_YAML = "pyyaml", "kubernetes", "yaml"  # the package, the extra, the module
+_CLOUDPICKLE = "cloudpickle", "notebook", "cloudpickle"
+_OTEL = "opentelemetry-api", "otel", "opentelemetry.metrics"
 TORCH_WITH_BACKENDS = "2.9"  # of which `init_process_group("phalanx")` is a part
 _LOAD_MPI = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
 _TOO_LONG = 20.0  # seconds for a program to answer in
 
 
-def find_client(package: str, extra: str, *, module: str = "") -> Finding:
+def find_client(package: str, extra: str, module: str = "") -> Finding:
     """Return whether `package` is there in the version that `extra` needs.
 
     module  to import, of a package that is imported quickly
@@ -402,21 +405,9 @@ _SECTIONS: Mapping[str, Sequence[tuple[str, str, Callable[[], Finding]]]] = Mapp
         "Engines and trainers": (
             ("ray", "Ray Train and ray.util.collective", partial(find_client, "ray", "ray")),
             ("srun", "Slurm", find_srun),
-            (
-                "PyYAML",
-                "manifests for Kubernetes",
-                partial(find_client, "pyyaml", "kubernetes", module="yaml"),
-            ),
-            (
-                "cloudpickle",
-                "functions of a notebook",
-                partial(find_client, "cloudpickle", "notebook", module="cloudpickle"),
-            ),
-            (
-                "opentelemetry",
-                "metrics for OpenTelemetry",
-                partial(find_client, "opentelemetry-api", "otel", module="opentelemetry.metrics"),
-            ),
+            ("PyYAML", "manifests for Kubernetes", partial(find_client, *_YAML)),
+            ("cloudpickle", "functions of a notebook", partial(find_client, *_CLOUDPICKLE)),
+            ("opentelemetry", "metrics for OpenTelemetry", partial(find_client, *_OTEL)),
             ("accelerate", "Accelerate", partial(find_trainer, "accelerate")),
             ("transformers", "Hugging Face's Trainer", partial(find_trainer, "transformers")),
             ("lightning", "Lightning and Fabric", find_lightning),

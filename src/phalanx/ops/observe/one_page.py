@@ -43,5 +43,10 @@ def as_text(value: object) -> str:
     return html.escape(_UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", str(value)))
 
 
+def digit(share: float) -> str:
+    """Return a share, from 0 to 1, as the digit that `common.js` reads: 0 to z, z for all."""
+    return "0123456789abcdefghijklmnopqrstuvwxyz"[round(min(share, 1.0) * 35)]
+
+
 def _hash(source: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}"

@@ -18,54 +18,35 @@ import heapq
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 
 import msgspec
 
-from phalanx.errors import MisuseError
+from phalanx.errors import MisuseError, name_ranks
 from phalanx.files import reading, replacing
 from phalanx.ops.observe.trace.files import EventArgs, TraceEvent, TraceFile, open_traces
-from phalanx.ops.observe.trace.profile import Part, Profile
+from phalanx.ops.observe.trace.profile import Part, Profile, RankProfile
 
 _HEAD = b'{"otherData":{"producer":"phalanx trace"},"displayTimeUnit":"ms","traceEvents":[\n'
 """How every merged file begins; one that begins otherwise is not overwritten."""
 
 
 @dataclass
-class RankSummary:
-    """The summary of one rank, in all of its runs.
-
-    last      number of collectives that it was the last rank to start
-    late      seconds by which it was the last, in all
-    """
-
-    rank: int
-    host: str
-    runs: int = 0
-    operations: int = 0
-    bytes: int = 0
-    errors: int = 0
-    last: int = 0
-    late: float = 0.0
-
-
-@dataclass
 class MergedTrace:
-    """The result of `merge`: the file, and the summary.
-
-    collectives   number of those that all ranks have started, with the ranks' `last` and `late`
-    notes         for readers of the numbers
-    profile       of the ranks' time
-    """
+    """The result of `merge`: the file, notes for readers of the numbers, and the ranks' profile."""
 
     path: Path
-    ranks: list[RankSummary]
-    collectives: int
     notes: list[str]
     profile: Profile
+
+    @property
+    def ranks(self) -> list[RankProfile]:
+        """Return the ranks that left traces, by number."""
+        ranks = self.profile.ranks
+        return [ranks[rank] for rank in sorted(ranks) if ranks[rank].runs]
 
 
 def merged_file(folder: Path, output: Path | None = None) -> Path:
@@ -82,15 +63,12 @@ def merge(folder: Path, output: Path | None = None) -> MergedTrace:
     """
     output = merged_file(folder, output)
     with open_traces(folder) as files:
-        _check_replaceable(output)
-        ranks: dict[int, RankSummary] = {}
-        for file in files:
-            ranks.setdefault(file.rank, RankSummary(file.rank, file.host)).runs += 1
-        stragglers, profile = Stragglers(ranks), _empty_profile(files)
+        check_replaceable(output, _HEAD, "no merged trace")
+        collectives, profile = _Collectives(), _empty_profile(files)
         try:
             with replacing(str(output)) as part, open(part, "wb", closefd=False) as out:
                 separator = _HEAD
-                for event in _merged_events(files, ranks, stragglers, profile):
+                for event in _merged_events(files, collectives, profile):
                     out.write(separator)
                     out.write(msgspec.json.encode(event))
                     separator = b",\n"
@@ -99,49 +77,47 @@ def merge(folder: Path, output: Path | None = None) -> MergedTrace:
             raise MisuseError(
                 f"{output} cannot be written ({error}): name another file with -o"
             ) from error
-        ordered = [ranks[rank] for rank in sorted(ranks)]
-        for event, args, parts, missing in stragglers.incomplete():
+        for event, args, parts, missing in collectives.incomplete():
             profile.incomplete(event, args, parts, missing)
-        return MergedTrace(output, ordered, stragglers.collectives, _notes(files), profile)
+        return MergedTrace(output, _notes(files), profile)
 
 
-def _check_replaceable(output: Path) -> None:
+def check_replaceable(path: Path, mark: bytes, otherwise: str) -> None:
+    """Raise `MisuseError` if a file is there without `mark` at its beginning: it is `otherwise`."""
     try:
-        with reading(str(output)) as file:
-            ours = os.read(file, len(_HEAD)) == _HEAD
+        with reading(str(path)) as file:
+            ours = mark in os.read(file, 400)
     except FileNotFoundError:
         return
     except OSError as error:
-        raise MisuseError(f"{output} cannot be replaced ({error}): name a file with -o") from error
+        raise MisuseError(f"{path} cannot be replaced ({error}): name a file with -o") from error
     if not ours:
-        raise MisuseError(f"{output} is there and no merged trace: name another file with -o")
+        raise MisuseError(
+            f"{path} is there and {otherwise}: move it away, or name another file with -o"
+        )
 
 
 def _empty_profile(files: list[TraceFile]) -> Profile:
     first = min((min(file.times) for file in files if file.times), default=0.0)
     profile = Profile(first, max((file.ended for file in files), default=first))
     for file in sorted(files, key=lambda file: file.started):
-        profile.present(file.rank, file.started * 1e6, file.ended)
+        profile.present(file.rank, file.host, file.started * 1e6, file.ended)
     return profile
 
 
 def _merged_events(
-    files: list[TraceFile],
-    ranks: dict[int, RankSummary],
-    stragglers: Stragglers,
-    profile: Profile,
+    files: list[TraceFile], collectives: _Collectives, profile: Profile
 ) -> Iterator[TraceEvent]:
-    """Yield all events of the merged file; fill the summaries and the profile on the way."""
+    """Yield all events of the merged file; fill the profile on the way."""
 
     def label(what: str, rank: int, line: int, **args: object) -> TraceEvent:
         return TraceEvent(
             "M", what, pid=rank, tid=line, args=msgspec.Raw(msgspec.json.encode(args))
         )
 
-    for summary in ranks.values():
-        name = f"rank {summary.rank} ({summary.host})"
-        yield label("process_name", summary.rank, 0, name=name)
-        yield label("process_sort_index", summary.rank, 0, sort_index=summary.rank)
+    for rank, summary in profile.ranks.items():
+        yield label("process_name", rank, 0, name=f"rank {rank} ({summary.host})")
+        yield label("process_sort_index", rank, 0, sort_index=rank)
     lines: dict[tuple[object, ...], _Lines] = {}
     count: Counter[int] = Counter()
     in_order = heapq.merge(*(file.operations() for file in files), key=itemgetter(0))
@@ -149,22 +125,18 @@ def _merged_events(
     for start, file, event, args in in_order:
         first = start if first is None else first
         rank = file.rank
-        summary = ranks[rank]
-        summary.operations += 1
-        summary.bytes += args.bytes
-        summary.errors += args.error is not None
         key = (rank, file.run, event.tid, event.cat, args.group)
         of_group = lines.get(key)
         if of_group is None:
             is_collective = event.cat == "collective"
             name = args.group + ("" if is_collective else ": messages")
             name += f", run {file.run}" if file.run else ""
-            group = stragglers.next_group(file, args.group) if is_collective else None
+            group = collectives.next_group(file, args.group) if is_collective else None
             of_group = lines[key] = _Lines(name, group)
         part = profile.operation(rank, event, args)
         if of_group.group is None:
             profile.alone(event, args, part)
-        elif parts := stragglers.add(of_group.group, event, args, part):
+        elif parts := collectives.add(of_group.group, event, args, part):
             profile.collective(event, args, parts)
         line = of_group.free_at(start)
         if not line:
@@ -207,10 +179,7 @@ def _notes(files: list[TraceFile]) -> list[str]:
     expected = max((file.world_size for file in files), default=0)
     missing = sorted({*range(expected)} - {file.rank for file in files})
     if missing:
-        notes.append(
-            f"there is no trace of rank{'s' if len(missing) > 1 else ''} "
-            f"{', '.join(map(str, missing))} of {expected}"
-        )
+        notes.append(f"there is no trace of {name_ranks(missing)} of {expected}")
     for file in files:
         if file.cut_off:
             notes.append(f"{file.path.name} ends in the middle of an event: its rank was killed")
@@ -241,16 +210,10 @@ class _Group:
     open: dict[int | None, tuple[TraceEvent, EventArgs, list[Part]]] = field(default_factory=dict)
 
 
-class Stragglers:
-    """Counts the last rank of each operation, in the order of their starts, and its lateness.
+class _Collectives:
+    """Puts the ranks' parts of each collective together, in the order of their starts."""
 
-    ranks         their `last` and `late` are filled
-    collectives   number of those that all ranks of their group have started
-    """
-
-    def __init__(self, ranks: Mapping[int, RankSummary]) -> None:
-        self.ranks = ranks
-        self.collectives = 0
+    def __init__(self) -> None:
         self._groups: dict[tuple[int, str, int], _Group] = {}
         self._alike: Counter[tuple[int, int, str]] = Counter()
 
@@ -275,10 +238,6 @@ class Stragglers:
         if len(parts) < len(group.ranks):
             return []
         del group.open[args.sequence]
-        self.collectives += 1
-        last = self.ranks[part.rank]
-        last.last += 1
-        last.late += (part.start - parts[-2].start) / 1e6
         return parts
 
     def incomplete(self) -> Iterator[tuple[TraceEvent, EventArgs, list[Part], list[int]]]:

@@ -2,12 +2,12 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const canvas = document.getElementById("timeline");
 const readout = document.getElementById("readout");
-const LABELS = 64, AXIS = 22, FULL = 35;
+const LABELS = 64, AXIS = 22;
 const height = Math.max(4, Math.min(40, Math.floor(640 / data.ranks.length)));
 let cursor = null;
 
 function share(row, bin, state) {
-  return parseInt(data.shares[row][bin * data.states.length + state], 36) / FULL;
+  return shareOf(data.shares[row][bin * data.states.length + state]);
 }
 
 function draw() {

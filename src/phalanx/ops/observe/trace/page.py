@@ -7,77 +7,43 @@ ranks, not of operations. The tables do not need the script, which draws and sor
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.errors import MisuseError
-from phalanx.files import reading, write
-from phalanx.ops.observe.one_page import as_text, assemble
-from phalanx.ops.observe.trace.merged import MergedTrace, RankSummary
+from phalanx.errors import MisuseError, name_ranks
+from phalanx.files import write
+from phalanx.ops.observe.one_page import as_text, assemble, digit
+from phalanx.ops.observe.trace.merged import MergedTrace, check_replaceable
 from phalanx.ops.observe.trace.profile import BINS, STATES, RankProfile, Slow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MADE_BY = b"phalanx trace"
-"""Among the first bytes of each file; one without it is not overwritten."""
+_MADE_BY = b"phalanx trace"  # among the first bytes of a file; others are not overwritten
 
-_SHARES = "0123456789abcdefghijklmnopqrstuvwxyz"
-"""A share, in one character."""
-
-_LITTLE = 0.02
-"""A share of the ranks' time that is not worth a word."""
-
-_STATES = dict(
-    zip(
-        STATES,
-        (
-            "computing, or anything else between operations",
-            "computing while an operation is under way",
-            "waiting in a collective for a rank that has not begun it, or died in it",
-            "in an operation that all its ranks have begun",
-        ),
-        strict=True,
-    )
-)
+_LITTLE = 0.02  # a share of the ranks' time that is not worth a word
 
 
-def page_beside(output: Path) -> Path:
-    """Return the path of a merged trace's page; raise `MisuseError` if there can be none."""
-    return _beside(output, ".html", "--html")
+def beside(output: Path, suffix: str) -> Path:
+    """Return the path of a merged trace's page (".html"), or of its picture (".png").
 
-
-def picture_beside(output: Path) -> Path:
-    """Return the path of a merged trace's picture; raise `MisuseError` if there can be none."""
-    try:
-        import matplotlib.figure  # noqa: F401, PLC0415 -- an extra
-    except ImportError:
-        raise MisuseError(
-            "--png: matplotlib is not installed; pip install 'phalanx[plot]', or leave --png out"
-        ) from None
-    return _beside(output, ".png", "--png")
-
-
-def _beside(output: Path, suffix: str, option: str) -> Path:
+    Raises `MisuseError` if there can be none.
+    """
+    option = f"--{suffix[1:]}"
+    if suffix == ".png":
+        try:
+            import matplotlib.figure  # noqa: F401, PLC0415 -- an extra
+        except ImportError:
+            raise MisuseError(
+                "--png: matplotlib is not installed; pip install 'phalanx[plot]', or leave --png "
+                "out"
+            ) from None
     path = output.with_suffix(suffix)
     if path == output:
         raise MisuseError(f"{option} would write {path}, as -o does: give -o a name in .json")
-    with suppress(FileNotFoundError):
-        try:
-            with reading(str(path)) as file:
-                if _MADE_BY not in os.read(file, 400):
-                    raise MisuseError(
-                        f"{path} is there and not by phalanx trace: move it away, or name another "
-                        "file with -o"
-                    )
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise MisuseError(f"{path} cannot be replaced ({error})") from error
+    check_replaceable(path, _MADE_BY, "not by phalanx trace")
     return path
 
 
@@ -113,10 +79,10 @@ def verdict(merged: MergedTrace) -> str:
             f"Ranks hardly waited for each other: {_percent(waited, present)} of their time."
         )
     elif culprit is not None:
-        share = _percent(profile.ranks[culprit.rank].awaited, waited)
+        share = _percent(culprit.awaited, waited)
         sentences.append(
             f"Rank {culprit.rank} ({culprit.host}) held the others up: it was last to begin "
-            f"{culprit.last} of {merged.collectives} collectives, and {share} of all waiting was "
+            f"{culprit.last} of {profile.collectives} collectives, and {share} of all waiting was "
             f"for it."
         )
         sentences.append(f"Ranks waited {_percent(waited, present)} of their time.")
@@ -128,21 +94,20 @@ def verdict(merged: MergedTrace) -> str:
     return " ".join(sentences)
 
 
-def _culprit(merged: MergedTrace) -> RankSummary | None:
+def _culprit(merged: MergedTrace) -> RankProfile | None:
     """Return the rank that the others waited for much longer than for the average one."""
-    profile = merged.profile
-    waited = sum(rank.waited for rank in profile.ranks.values())
-    present = sum(sum(rank.totals()) for rank in profile.ranks.values())
-    most = max(merged.ranks, key=lambda rank: profile.ranks[rank.rank].awaited)
-    share = profile.ranks[most.rank].awaited / waited if waited else 0.0
+    ranks = merged.profile.ranks.values()
+    waited = sum(rank.waited for rank in ranks)
+    present = sum(sum(rank.totals()) for rank in ranks)
+    most = max(merged.ranks, key=lambda rank: rank.awaited)
+    share = most.awaited / waited if waited else 0.0
     average = 1 / len(merged.ranks)
     stands_out = share > min(2 * average, (1 + 2 * average) / 3 + 0.05)
     return most if stands_out and waited >= _LITTLE * present else None
 
 
 def _names(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) != 1 else ''} {shown}"
+    return name_ranks(ranks[:8]) + (", ..." if len(ranks) > 8 else "")
 
 
 def _counted(number: int, what: str) -> str:
@@ -185,15 +150,10 @@ def write_page(merged: MergedTrace, path: Path) -> None:
             f"<div><dt>{name}</dt><dd>{as_text(value)}</dd></div>" for name, value in _tiles(merged)
         ),
         "notes": "".join(f'<p class="note">Note: {as_text(note)}</p>' for note in merged.notes),
-        "legend": "".join(
-            f'<svg viewBox="0 0 1 1" aria-hidden="true"><rect class="{state}" width="1" '
-            f'height="1"/></svg>{meaning}'
-            for state, meaning in _STATES.items()
-        ),
-        **_table("ranks", _RANKS, _rank_rows(merged)),
-        **_table("slowest", _SLOWEST, map(_slow_row, profile.slowest)),
-        **_table("kinds", _KINDS, _kind_rows(merged)),
-        "errors": _errors(merged),
+        "ranks": _table(_rank_rows(merged)),
+        "slowest": _table(map(_slow_row, profile.slowest)),
+        "kinds": _table(_kind_rows(merged)),
+        **_errors(merged),
         "data": _data(merged),
     }
     page, _ = assemble(__package__, **lines)
@@ -204,13 +164,12 @@ def _data(merged: MergedTrace) -> str:
     """Return the timeline's data: for each rank and bin, the share of each state."""
     width = merged.profile.span / 1e6 / BINS
     shares = []
-    for summary in merged.ranks:
-        rank = merged.profile.ranks[summary.rank]
+    for rank in merged.ranks:
         each = (seconds / width for number in range(BINS) for seconds in rank.states(number))
-        shares.append("".join(_SHARES[round(min(share, 1.0) * 35)] for share in each))
+        shares.append("".join(map(digit, each)))
     return json.dumps(
         {
-            "ranks": [summary.rank for summary in merged.ranks],
+            "ranks": [rank.rank for rank in merged.ranks],
             "states": STATES,
             "bins": BINS,
             "seconds": merged.profile.seconds,
@@ -240,87 +199,44 @@ def _overlap(totals: Sequence[float]) -> str:
     return _percent(totals[1], sum(totals[1:])) if sum(totals[1:]) else "-"
 
 
-# Columns: heading, and "text" for words, "long text" for many; "fixed" is not sorted by.
+# The tables, whose headings are in page.html.
 
-_Cell = tuple[str, object]  # as HTML; and its sort key
-
-_RANKS = (
-    ("rank", ""),
-    ("host", "text"),
-    ("its time", "fixed"),
-    ("others waited", ""),
-    ("", "fixed"),
-    ("was last", ""),
-    ("by", ""),
-    ("overlap", ""),
-    *((state, "") for state in STATES),
-    ("operations", ""),
-    ("runs", ""),
-    ("errors", ""),
-)
-_SLOWEST = (
-    ("took", ""),
-    ("operation", "text"),
-    ("at", ""),
-    ("began last", "text"),
-    ("after the first", ""),
-    ("line", "text"),
-    ("group", "long text"),
-)
-_KINDS = (
-    ("operation", "text"),
-    ("line", "text"),
-    ("count", ""),
-    ("seconds", ""),
-    ("mean", ""),
-    ("longest", ""),
-    ("blocked", ""),
-    ("waiting", ""),
-    ("bytes", ""),
-    ("group", "long text"),
-)
+_Cell = tuple[str, object, str]  # as HTML; its sort key; "text" for words, "long text" for many
 
 
-def _table(
-    name: str, columns: Sequence[tuple[str, str]], rows: Iterable[tuple[str, Sequence[_Cell]]]
-) -> dict[str, str]:
-    """Return the head and the rows of a table, which are given as a class and cells."""
-    head = "".join(
-        f'<th scope="col" class="{kind}"{" data-fixed" if kind == "fixed" else ""}>{heading}</th>'
-        for heading, kind in columns
-    )
+def _table(rows: Iterable[tuple[str, Sequence[_Cell]]]) -> str:
+    """Return the rows of a table, which are given as a class and cells."""
     body = []
     for marked, cells in rows:
         shown = "".join(
             f'<td class="{kind}" data-value="{as_text(value)}">{cell}</td>'
-            for (cell, value), (_, kind) in zip(cells, columns, strict=True)
+            for cell, value, kind in cells
         )
         body.append(f'<tr class="{marked}">{shown}</tr>')
-    return {f"{name}_head": head, f"{name}_rows": "\n".join(body)}
+    return "\n".join(body)
 
 
-def _word(value: object) -> _Cell:
-    return as_text(value), value
+def _value(value: str | int, kind: str = "text") -> _Cell:
+    return as_text(value), value, kind if isinstance(value, str) else ""
 
 
 def _time(value: float) -> _Cell:
-    return as_text(_seconds(value)), f"{value:.9f}"
+    return as_text(_seconds(value)), f"{value:.9f}", ""
 
 
 def _rank_rows(merged: MergedTrace) -> Iterator[tuple[str, list[_Cell]]]:
     culprit = _culprit(merged)
     most = max(rank.awaited for rank in merged.profile.ranks.values()) or 1.0
-    for summary in merged.ranks:
-        profile = merged.profile.ranks[summary.rank]
-        totals = profile.totals()
-        cells = [_word(summary.rank), _word(summary.host)]
-        cells += [(_bar(STATES, totals, merged.profile.seconds), ""), _time(profile.awaited)]
-        cells += [(_bar(("waiting",), (profile.awaited,), most), "")]
-        cells += [_word(summary.last), _time(summary.late)]
-        cells += [(as_text(_overlap(totals)), totals[1] / (sum(totals[1:]) or 1.0))]
+    for rank in merged.ranks:
+        totals = rank.totals()
+        cells = [_value(rank.rank), _value(rank.host)]
+        cells += [(_bar(STATES, totals, merged.profile.seconds), "", ""), _time(rank.awaited)]
+        cells += [(_bar(("waiting",), (rank.awaited,), most), "", "")]
+        cells += [_value(rank.last), _time(rank.late)]
+        cells += [(as_text(_overlap(totals)), totals[1] / (sum(totals[1:]) or 1.0), "")]
         cells += [_time(seconds) for seconds in totals]
-        cells += [_word(each) for each in (summary.operations, summary.runs, summary.errors)]
-        yield "culprit" if summary is culprit else "", cells
+        cells += map(_value, (rank.operations, rank.runs, rank.errors))
+        yield "culprit" if rank is culprit else "", cells
 
 
 def _bar(states: Sequence[str], totals: Sequence[float], whole: float) -> str:
@@ -346,12 +262,12 @@ def _slow_row(slow: Slow) -> tuple[str, list[_Cell]]:
         last = f"no part of {_names(slow.missing)}"
     return "", [
         _time(slow.seconds),
-        _word(f"{slow.name} #{slow.sequence}"),
+        _value(f"{slow.name} #{slow.sequence}"),
         _time(slow.start),
-        _word(last),
-        _time(slow.late) if slow.last >= 0 else ("-", -1),
-        _word(slow.where),
-        _word(slow.group),
+        _value(last),
+        _time(slow.late) if slow.last >= 0 else ("-", -1, ""),
+        _value(slow.where),
+        _value(slow.group, "long text"),
     ]
 
 
@@ -359,27 +275,19 @@ def _kind_rows(merged: MergedTrace) -> Iterator[tuple[str, list[_Cell]]]:
     kinds = sorted(merged.profile.kinds.items(), key=lambda item: -item[1].seconds)
     for (name, where, group), kind in kinds:
         times = (kind.seconds / kind.count, kind.longest, kind.blocked, kind.waiting)
-        cells = [_word(name), _word(where), _word(kind.count), _time(kind.seconds)]
-        yield "", [*cells, *map(_time, times), (_bytes(kind.bytes), kind.bytes), _word(group)]
+        cells = [_value(name), _value(where), _value(kind.count), _time(kind.seconds)]
+        nbytes = _bytes(kind.bytes), kind.bytes, ""
+        yield "", [*cells, *map(_time, times), nbytes, _value(group, "long text")]
 
 
-def _errors(merged: MergedTrace) -> str:
-    errors = merged.profile.errors
-    if not errors:
-        return ""
-    in_all = sum(rank.errors for rank in merged.ranks)
+def _errors(merged: MergedTrace) -> dict[str, str]:
+    errors, in_all = merged.profile.errors, sum(rank.errors for rank in merged.ranks)
     head = "Errors" if in_all == len(errors) else f"The first {len(errors)} of {in_all} errors"
-    rows = "".join(
-        f'<tr><td>{rank}</td><td class="text">{as_text(name)}</td>'
-        f'<td class="long text">{as_text(error)}</td></tr>'
+    rows = (
+        ("", [_value(rank), _value(name), _value(error, "long text")])
         for rank, name, error in errors
     )
-    return (
-        f'<section aria-labelledby="errors-title"><h2 id="errors-title">{head}</h2><table><thead>'
-        '<tr><th scope="col">rank</th><th scope="col" class="text">operation</th>'
-        f'<th scope="col" class="text">error</th></tr></thead><tbody>{rows}</tbody></table>'
-        "</section>"
-    )
+    return {"hidden": "" if errors else "hidden", "errors_title": head, "errors": _table(rows)}
 
 
 # ------------------------------------------------------------------------------
@@ -399,8 +307,7 @@ def write_picture(merged: MergedTrace, path: Path) -> None:
     left, right = figure.subplots(1, 2, width_ratios=(3, 1), sharey=True)
     _draw_states(left, merged)
     places = range(count)
-    awaited = [merged.profile.ranks[rank.rank].awaited for rank in merged.ranks]
-    right.barh(places, awaited, color=_COLOURS["waiting"])
+    right.barh(places, [rank.awaited for rank in merged.ranks], color=_COLOURS["waiting"])
     right.set_xlabel("seconds that others waited for it")
     step = max(1, -(-count // 32))
     left.set_yticks(places[::step], [f"rank {rank.rank}" for rank in merged.ranks[::step]])
@@ -420,8 +327,7 @@ def _draw_states(panel: Axes, merged: MergedTrace) -> None:
 
     count, width = len(merged.ranks), merged.profile.seconds / BINS
     image = np.ones((count * _LINES, BINS, 3))
-    for place, summary in enumerate(merged.ranks):
-        rank = merged.profile.ranks[summary.rank]
+    for place, rank in enumerate(merged.ranks):
         for number in range(BINS):
             line = (place + 1) * _LINES - 1  # between two rows one line is free
             for state, seconds in zip(STATES, rank.states(number), strict=True):

@@ -82,14 +82,25 @@ class KindOfOperation:
 
 @dataclass(slots=True)
 class RankProfile:
-    """The profile of a rank over time: seconds in each bin.
+    """One rank, in all of its runs; and its profile over time: seconds in each bin.
 
+    operations, bytes, errors   of all of them
+    last       number of collectives that it was the last rank to start
+    late       seconds by which it was the last, in all
     present    between its start and its last operation
     under_way  with an operation under way, `blocked` in one, `waiting` in one for another rank
     waited     seconds that it waited for ranks that began later
     awaited    seconds that others waited for it, the last to begin; all of them, summed up
     """
 
+    rank: int
+    host: str = "?"
+    runs: int = 0
+    operations: int = 0
+    bytes: int = 0
+    errors: int = 0
+    last: int = 0
+    late: float = 0.0
     present: array[float] = field(default_factory=lambda: array("d", bytes(8 * BINS)))
     under_way: array[float] = field(default_factory=lambda: array("d", bytes(8 * BINS)))
     blocked: array[float] = field(default_factory=lambda: array("d", bytes(8 * BINS)))
@@ -116,7 +127,8 @@ class Profile:
     """The profile of a job, built from operations in the order of their starts.
 
     first, last   start of the job's first operation and end of the last one, in microseconds
-    ranks         by number
+    ranks         by number; also those that left no trace, if others waited for them
+    collectives   number of those that all ranks have started
     kinds         by name, line of the program, and group
     errors        the first ones: rank, operation, and text
     broken        number of collectives in which some rank has no part
@@ -127,7 +139,8 @@ class Profile:
         self.first = first
         self.span = min(max(last - first, 1.0), 1e15)
         self._width = self.span / BINS
-        self.ranks: defaultdict[int, RankProfile] = defaultdict(RankProfile)
+        self.ranks: dict[int, RankProfile] = {}
+        self.collectives = 0
         self.kinds: dict[tuple[str, str, str], KindOfOperation] = {}
         self.errors: list[tuple[int, str, str]] = []
         self.broken = 0
@@ -145,9 +158,10 @@ class Profile:
         """Return the slowest operations, the slowest first."""
         return [slow for _, _, slow in sorted(self._slowest, key=lambda each: -each[0])]
 
-    def present(self, rank: int, start: float, end: float) -> None:
+    def present(self, rank: int, host: str, start: float, end: float) -> None:
         """Take a run of a rank (microseconds since 1970); runs come in order of their starts."""
-        profile, end = self.ranks[rank], end - self.first
+        profile, end = self.ranks.setdefault(rank, RankProfile(rank, host)), end - self.first
+        profile.runs += 1
         self._add(profile.present, max(start - self.first, profile.seen_until), end)
         profile.seen_until = max(profile.seen_until, end)
 
@@ -159,6 +173,9 @@ class Profile:
         if args.blocked_us is not None:
             waited = max(start, min(end - args.blocked_us, end))
         profile = self.ranks[rank]
+        profile.operations += 1
+        profile.bytes += args.bytes
+        profile.errors += args.error is not None
         if end > profile.busy_until:
             self._add(profile.under_way, max(start, profile.busy_until), end)
             profile.busy_until = end
@@ -176,7 +193,10 @@ class Profile:
 
     def collective(self, event: TraceEvent, args: EventArgs, parts: list[Part]) -> None:
         """Take a collective that all of a group have begun, the last of `parts` with `event`."""
-        last = parts[-1]
+        before, last = parts[-2:]
+        self.collectives += 1
+        self.ranks[last.rank].last += 1
+        self.ranks[last.rank].late += (last.start - before.start) / 1e6
         self._waits(event, args, parts[:-1], last.start, last.rank)
         self._note_slow(event, args, parts, last.rank, (last.start - parts[0].start) / 1e6)
 
@@ -215,7 +235,7 @@ class Profile:
                 self._add(profile.waiting, part.waited, end)
         self._kind(event, args).waiting += in_all
         if culprit is not None:
-            self.ranks[culprit].awaited += in_all
+            self.ranks.setdefault(culprit, RankProfile(culprit)).awaited += in_all
 
     def _kind(self, event: TraceEvent, args: EventArgs) -> KindOfOperation:
         key = (event.name, args.where, args.group)

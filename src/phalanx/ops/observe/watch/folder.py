@@ -42,6 +42,7 @@ PERIOD = 0.5  # seconds between two states of a rank, and two touches of a watch
 LINGER = 5.0  # seconds after the last touch in which there is a watcher
 OLD = 60.0  # seconds for which the last word of a job that has ended is kept for its watchers
 OTHERS = "others.json"
+GONE = "its launcher has gone without a word: it was killed, perhaps"
 _MARKER = "watched"
 _PART = re.compile(r"(node|rank)-(\d{1,7})\.json")
 
@@ -126,6 +127,11 @@ class WatchFolder:
         number, _, _ = self.path.name.partition("-")
         return int(number) if number.isdigit() and self.path.parent == private_base() else 0
 
+    def is_gone(self) -> bool:
+        """Return whether the launcher that made this folder has ended."""
+        launcher = self.launcher()
+        return bool(launcher) and process_status(launcher)[0] == "dead"
+
     def has_launcher(self) -> bool:
         """Return whether a launcher publishes here, too, and will report the end of the job."""
         return next(self.path.glob("node-*.json"), None) is not None
@@ -174,7 +180,7 @@ def machine() -> str:
 def process_status(pid: int) -> tuple[Status, str]:
     """Return the status of a process of this machine, and the reason in words."""
     if is_stopped(pid):
-        return "stopped", STOPPED.format(pid=pid)
+        return "stopped", f"process {pid} is stopped (SIGSTOP, or a debugger holds it)"
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -182,9 +188,6 @@ def process_status(pid: int) -> tuple[Status, str]:
     except PermissionError:
         pass
     return "running", ""
-
-
-STOPPED = "process {pid} is stopped (SIGSTOP, or a debugger holds it)"
 
 
 # ------------------------------------------------------------------------------
@@ -245,12 +248,11 @@ def make_private_folder(name: str) -> WatchFolder:
         base = private_base()
     base = open_folder(base).path
     for folder in private_folders():
-        launcher = folder.launcher()
         with suppress(OSError):
-            if not launcher or time.time() - folder.path.stat().st_mtime < OLD:
+            if not folder.launcher() or time.time() - folder.path.stat().st_mtime < OLD:
                 continue
             state = folder.read()  # the process of a notebook lives longer than its jobs
-            if process_status(launcher)[0] == "dead" or (state is not None and state.ended):
+            if folder.is_gone() or (state is not None and state.ended):
                 shutil.rmtree(folder.path, ignore_errors=True)
     return open_folder(base / name)
 

@@ -13,19 +13,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 from phalanx.errors import MisuseError
-from phalanx.ops.observe.watch.folder import (
-    PERIOD,
-    VARIABLE,
-    WatchFolder,
-    private_folders,
-    process_status,
+from phalanx.ops.observe.watch.folder import GONE, PERIOD, VARIABLE, WatchFolder, private_folders
+from phalanx.ops.observe.watch.nodes import (
+    FIRST,
+    SILENCE,
+    Read,
+    RemoteNode,
+    WholeJob,
+    all_of,
+    as_address,
+    token_for_watchers,
 )
-from phalanx.ops.observe.watch.nodes import FIRST, SILENCE, Read, RemoteNode, WholeJob, all_of
-from phalanx.ops.observe.watch.server import as_address, token_for_watchers
 from phalanx.ops.observe.watch.state import JobState, RankState
 from phalanx.wire.control import Answer, chain_of_waits
 
@@ -34,8 +37,6 @@ STALL = 2.0  # seconds in one call after which the chain of waits is shown
 _FIRST = 2.0  # seconds that ranks have to notice a watcher
 _APART = 0.1  # by how much of the time one rank waits less than another, to be called slowest
 _MEMORY = 5.0  # seconds over which shares of time are averaged, to find the slowest rank
-
-GONE = "its launcher has gone without a word: it was killed, perhaps"
 
 
 def follow(
@@ -92,7 +93,8 @@ class Gatherer:
         """Return `job` with all of its ranks, the slowest, and the chain of waits."""
         job.time = time.time()
         known = {state.rank: state for state in job.ranks}
-        job.ranks = [known.get(rank) or _unknown(rank) for rank in range(job.world_size)]
+        unknown = partial(RankState, status="starting", reason="nothing is known of it here")
+        job.ranks = [known.get(rank) or unknown(rank=rank) for rank in range(job.world_size)]
         now = self._now()
         weight = min((now - self._last) / _MEMORY, 1.0)
         self._last = now
@@ -126,10 +128,6 @@ class Gatherer:
             self._published[state.rank] = state.time, now
         elif now - came > SILENCE and not state.reason:
             state.reason = f"it has published nothing for {now - came:.0f} s"
-
-
-def _unknown(rank: int) -> RankState:
-    return RankState(rank=rank, status="starting", reason="nothing is known of it here")
 
 
 def stalled(ranks: Sequence[RankState]) -> list[int]:
@@ -253,7 +251,7 @@ def find_job(*places: str) -> Read:
         folder = WatchFolder(path)
     else:
         folder = choose(jobs())
-    return WholeJob(folder, _reader(folder))
+    return WholeJob(folder)
 
 
 def choose(found: Sequence[tuple[WatchFolder, JobState]]) -> WatchFolder:
@@ -287,32 +285,7 @@ def jobs() -> list[tuple[WatchFolder, JobState]]:
     for folder in private_folders():
         state = folder.read()
         if state is not None:
-            if not state.ended and _is_gone(folder):
+            if not state.ended and folder.is_gone():
                 state.ended = GONE
             found.append((folder, state))
     return found
-
-
-def _is_gone(folder: WatchFolder) -> bool:
-    launcher = folder.launcher()
-    return bool(launcher) and process_status(launcher)[0] == "dead"
-
-
-def _reader(folder: WatchFolder) -> Read:
-    def read() -> JobState | None:
-        try:
-            folder.touch()
-        except OSError:
-            return None
-        state = folder.read()
-        if state is None:
-            return None
-        alive = [rank for rank in state.ranks if rank.status not in ("dead", "ended")]
-        if not state.ended and folder.launcher() and _is_gone(folder):
-            state.ended = GONE
-        elif not (state.ended or folder.has_launcher() or alive):
-            well = all(rank.status == "ended" for rank in state.ranks)
-            state.ended = "its ranks have left it" if well else "its processes have gone"
-        return state
-
-    return read

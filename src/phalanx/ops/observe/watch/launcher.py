@@ -2,11 +2,8 @@
 
 A rank that is stopped or dead cannot say so itself. The launcher looks at its ranks all the time,
 and reads their output. While somebody watches it publishes more than the ranks do (folder.py): the
-stopped ranks, the ends of the dead ones, the last line of each, and at last the job's end.
-
-With several launchers each shows the whole job on its host: when somebody watches on one of them,
-all listen (server.py), and exchange their addresses through the job's store (nodes.py). Watchers
-call them.
+stopped ranks, the ends of the dead ones, the last line of each, and at last the job's end. When
+somebody watches on one of several hosts, all launchers listen (nodes.py).
 """
 
 from __future__ import annotations
@@ -31,15 +28,15 @@ from phalanx.launch.supervisor import RankProcess
 from phalanx.ops.observe.watch.folder import (
     OTHERS,
     PERIOD,
-    STOPPED,
     VARIABLE,
     WatchFolder,
     machine,
     make_private_folder,
     open_folder,
     private_base,
+    process_status,
 )
-from phalanx.ops.observe.watch.server import WatchServer, as_address, serve
+from phalanx.ops.observe.watch.nodes import WatchServer, as_address, serve
 from phalanx.ops.observe.watch.state import JobState, RankState, Status
 from phalanx.transport.tcp.addresses import (
     PORTS,
@@ -48,7 +45,6 @@ from phalanx.transport.tcp.addresses import (
     chosen_interfaces,
     listen_on,
 )
-from phalanx.transport.tcp.heartbeat import is_stopped
 from phalanx.wire.control import Endpoint
 
 
@@ -187,9 +183,8 @@ class NodeWatch(Observer):
 def _status(rank: RankProcess) -> tuple[Status, str]:
     """Return the status of a rank's process, and the reason, as far as its launcher knows."""
     if rank.code is None and rank.report is None:
-        if is_stopped(rank.process.pid):
-            return "stopped", STOPPED.format(pid=rank.process.pid)
-        return "starting", ""
+        found = process_status(rank.process.pid)
+        return found if found[0] == "stopped" else ("starting", "")
     if rank.failed:
         return "dead", describe_failure(rank, brief=True)
     if rank.code in (0, AGAIN) or rank.code is None:

@@ -1,38 +1,142 @@
-"""The nodes of one job, read as one.
+"""A job's folder over the network, for holders of the job's token; and the nodes of a job as one.
 
     phalanx watch --- reads ---> the folder of this host: its ranks, the others' addresses
-         |----------- calls ---> node 1's launcher (server.py)
-         `----------- calls ---> node 2's launcher
+         |----------- calls ---> node 1: its launcher, or its first rank
+         `----------- calls ---> node 2
 
-A thread for each of the others reads its states, and calls again after the end of a connection. So
-one that is gone, or out of reach, does not delay the others: its ranks are shown as unreachable,
+    watcher                              node
+      | HELLO ... WELCOME (wire/handshake.py): both prove that they hold the token
+      | <- one line of JSON, a `JobState`, twice a second, until either end closes
+
+A node only listens: at `PHALANX_WATCH=host:port`, or at an address that the nodes of a job of
+`phalanx run` tell each other. A thread lets callers in, by the rules of an `Acceptor`: a caller
+without proof takes no watcher's place. Another thread serves each watcher: it touches the marker in
+the folder, so that the ranks of this host publish, and sends their states. A watcher has 2 s to
+take a line; there are `MOST_WATCHERS` at a time.
+
+A watcher has a thread for each of the others, which calls again after the end of a connection. So a
+node that is gone, or out of reach, does not delay the others: its ranks are shown as unreachable,
 with the name of their node and the reason, as long as the others go on.
 """
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
+import msgspec
 from msgspec.structs import replace
+from typing_extensions import override
 
 from phalanx.errors import (
     AuthenticationError,
     BackendUnavailableError,
     DistributedError,
+    MisuseError,
     plain,
 )
 from phalanx.launch.observer import NodePlace
-from phalanx.launch.server import call
-from phalanx.ops.observe.watch.folder import LINGER, PERIOD, VARIABLE, WatchFolder
-from phalanx.ops.observe.watch.server import WATCHER
+from phalanx.launch.server import DoorServer, call
+from phalanx.ops.observe.watch.folder import GONE, LINGER, PERIOD, VARIABLE, WatchFolder
 from phalanx.ops.observe.watch.state import MOST_BYTES, JobState, RankState, read_state
-from phalanx.transport.tcp.admission import PATIENCE
+from phalanx.transport.tcp.admission import MAKE_ONE, PATIENCE, find_token
 from phalanx.transport.tcp.tls import Tls
 from phalanx.wire.control import Endpoint, parse_address
-from phalanx.wire.handshake import Refused
+from phalanx.wire.handshake import Identity, Refused
+
+MOST_WATCHERS = 8  # at a time; more are turned away
+_GOODBYE = 2 * PERIOD  # seconds that watchers have to take the last state
+NODE, WATCHER = (Identity("phalanx watch", 0, rank, 2) for rank in (0, 1))
+
+
+def as_address(place: str) -> Endpoint | None:
+    """Return the address in `place`; None if it is a folder."""
+    if re.fullmatch(r"[^/]+:[0-9]+", place) is None:
+        return None
+    try:
+        return parse_address(place)
+    except ValueError as error:
+        raise MisuseError(f"{VARIABLE}={place}: {error}") from None
+
+
+def token_for_watchers(place: str) -> bytes:
+    """Return the job's token. `MisuseError` if the environment has none: anyone could watch."""
+    token = find_token()
+    if not token:
+        raise MisuseError(
+            f"{place}: over the network only who holds the job's token may look, and there is "
+            "none: set PHALANX_TOKEN or PHALANX_TOKEN_FILE for the job and for phalanx watch; "
+            f"make a token with {MAKE_ONE}"
+        )
+    return token.encode()
+
+
+class WatchServer(DoorServer):
+    """Serves the folder of a job to watchers on other hosts, which call this listener.
+
+    Connected watchers are served as long as this process lives, also after `close`.
+    """
+
+    label, callers = "the watched node", MOST_WATCHERS
+
+    def __init__(self, folder: WatchFolder, listener: socket.socket, token: bytes) -> None:
+        self._folder = folder
+        self._serving: list[threading.Thread] = []  # one for each watcher
+        super().__init__(listener, token, NODE)
+
+    def finish(self) -> None:
+        """Listen no more, and wait at most a moment until the watchers have the last state."""
+        self.close()
+        deadline = time.monotonic() + _GOODBYE
+        for thread in self._serving:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+
+    @override
+    def admit(self, peer: int) -> str | None:
+        self._serving = [thread for thread in self._serving if thread.is_alive()]
+        if len(self._serving) < MOST_WATCHERS:
+            return None
+        return f"{MOST_WATCHERS} watch this job already: try again when one of them has left"
+
+    @override
+    def link_opened(self, peer: int, sock: socket.socket, surplus: bytes) -> None:
+        name = "phalanx watch server"
+        thread = threading.Thread(target=self._serve, args=(sock,), name=name, daemon=True)
+        thread.start()
+        self._serving.append(thread)
+
+    def _serve(self, watcher: socket.socket) -> None:
+        watcher.settimeout(PATIENCE)
+        with watcher, suppress(OSError):
+            while True:
+                self._folder.touch()
+                state = self._folder.read()
+                if state is not None:
+                    watcher.sendall(msgspec.json.encode(state) + b"\n")
+                if state is None or state.ended:
+                    return
+                time.sleep(PERIOD)
+
+
+def serve(folder: WatchFolder, endpoint: Endpoint) -> WatchServer:
+    """Return a server of `folder` at that address. `MisuseError`: no token, or it is in use."""
+    token = token_for_watchers(f"{VARIABLE}={endpoint}")
+    family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
+    try:
+        return WatchServer(folder, socket.create_server(tuple(endpoint), family=family), token)
+    except OSError as error:
+        raise MisuseError(
+            f"{VARIABLE}={endpoint}: nobody can listen there ({error}): give an address of this "
+            "host (0.0.0.0 for all of them), and a free port, one for each job"
+        ) from error
+
+
+# ------------------------------------------------------------------------------
+# The watcher's end.
 
 SILENCE = 3.0  # seconds without a word after which a node is out of reach
 FIRST = 5.0  # seconds that a node has to say where it listens, and to answer
@@ -174,20 +278,16 @@ def all_of(nodes: Sequence[RemoteNode]) -> Read:
 
 
 class WholeJob:
-    """Reads a job on this host from its folder, and on its other nodes from their reports.
+    """Reads a job on this host from its folder, and on its other nodes from their reports."""
 
-    own   reads the folder: its launcher reports the end of the job
-    """
-
-    def __init__(self, folder: WatchFolder, own: Read) -> None:
+    def __init__(self, folder: WatchFolder) -> None:
         self._folder = folder
-        self._own = own
         self._nodes: dict[int, RemoteNode] = {}
         self._began = time.monotonic()
         self._ended: float | None = None
 
     def __call__(self) -> JobState | None:
-        job, others = self._own(), self._folder.others()
+        job, others = self._here(), self._folder.others()
         if job is None or others is None:
             return job
         for place in others.nodes:
@@ -202,6 +302,24 @@ class WholeJob:
             if not late and not all(node.over or node.problem for node in self._nodes.values()):
                 job.ended = ""
         return job
+
+    def _here(self) -> JobState | None:
+        """Return the state of this host: its launcher reports the end of the job, if it has one."""
+        folder = self._folder
+        try:
+            folder.touch()
+        except OSError:
+            return None
+        state = folder.read()
+        if state is None or state.ended:
+            return state
+        alive = [rank for rank in state.ranks if rank.status not in ("dead", "ended")]
+        if folder.is_gone():
+            state.ended = GONE
+        elif not (folder.has_launcher() or alive):
+            well = all(rank.status == "ended" for rank in state.ranks)
+            state.ended = "its ranks have left it" if well else "its processes have gone"
+        return state
 
     def _ranks_at(self, place: NodePlace) -> list[RankState]:
         """Return all ranks of a node, also those without a report."""

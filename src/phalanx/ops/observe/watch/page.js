@@ -1,5 +1,5 @@
 const byId = id => document.getElementById(id);
-const MINUTE = 60, DIGITS = 35, LABELS = 64;
+const MINUTE = 60, LABELS = 64;
 const TROUBLE = ["stopped", "dead", "unreachable"];
 let job = null, samples = [], paused = false, cursor = null, connected = true;
 let sorted = { column: 0, up: true };
@@ -156,7 +156,7 @@ const end = () => samples[samples.length - 1].time;
 // What rank did in a sample: its status, and the shares of time of a rank that runs.
 function did(sample, rank) {
   const part = sample.ranks.slice(3 * rank, 3 * rank + 3);
-  const communicating = parseInt(part[0], 36) / DIGITS, waiting = parseInt(part[1], 36) / DIGITS;
+  const communicating = shareOf(part[0]), waiting = shareOf(part[1]);
   const computing = Math.max(0, 1 - communicating - waiting);
   return { status: { s: "starting", r: "running", t: "stopped", d: "dead", u: "unreachable", e: "starting" }[part[2]],
     shares: [["computing", computing], ["communicating", communicating], ["waiting", waiting]] };

@@ -38,7 +38,7 @@ from phalanx.ops.observe.watch.folder import (
     make_private_folder,
     open_folder,
 )
-from phalanx.ops.observe.watch.server import WatchServer, as_address, serve
+from phalanx.ops.observe.watch.nodes import WatchServer, as_address, serve
 from phalanx.ops.observe.watch.state import MOST_VALUES, JobState, RankState, number
 
 if TYPE_CHECKING:
@@ -55,11 +55,7 @@ class Publisher:
     """Publishes the state of one rank, while somebody watches and its backend is open."""
 
     def __init__(
-        self,
-        engine: Engine,
-        world: World,
-        folder: WatchFolder,
-        server: WatchServer | None = None,
+        self, engine: Engine, world: World, folder: WatchFolder, server: WatchServer | None = None
     ) -> None:
         self._engine = engine
         self._world = world
@@ -118,11 +114,8 @@ class Publisher:
             works = list(wait.parts())
         for work in works[:1]:
             call = work.call
-            state.operation, state.signature, state.sequence = (
-                call.name,
-                call.signature,
-                call.sequence,
-            )
+            state.operation, state.sequence = call.name, call.sequence
+            state.signature = call.signature
             state.group = call.suffix.removeprefix(" in the group of ")
             state.where = str(call.site) if call.site.line else ""
             state.seconds_in = now - call.started

@@ -1,4 +1,4 @@
-"""A job's state as a table in the terminal, and as lines for a program.
+"""A job's state as a table in the terminal.
 
     train.py: 4 ranks; slowest: rank 2; loss 1.613 (1.613 to 1.63)
     rank step s/step call           for s waits for wait last line
@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -50,16 +49,6 @@ def show(states: Iterator[JobState], console: Console) -> JobState | None:
         for state in states:
             live.update(picture(state, console.width, console.height), refresh=True)
     return state
-
-
-def print_once(state: JobState, console: Console) -> None:
-    """Print one state, with all of its ranks."""
-    console.print(picture(state, console.width))
-
-
-def as_json(state: JobState) -> str:
-    """Return a state as one line of JSON."""
-    return msgspec.json.encode(state).decode()
 
 
 def picture(state: JobState, width: int, height: int | None = None) -> RenderableType:

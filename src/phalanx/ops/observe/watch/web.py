@@ -23,14 +23,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import closing
+from typing import get_args
 
 import msgspec
 from typing_extensions import override
 
 from phalanx.errors import MisuseError
 from phalanx.ops.observe.http_server import CONNECTIONS, SECONDS, HttpRequest, HttpServer
-from phalanx.ops.observe.one_page import assemble
-from phalanx.ops.observe.watch.state import JobState, RankState
+from phalanx.ops.observe.one_page import assemble, digit
+from phalanx.ops.observe.watch.state import JobState, RankState, Status
 from phalanx.transport.tcp.addresses import listen_at
 
 MINUTE = 60.0  # seconds of samples that are kept
@@ -39,14 +40,7 @@ PAGES = 8  # that are open at a time
 _GOODBYE = 1.0  # seconds for the last event
 _LOGGED = 4  # values that the program logs, of which there are plots
 
-_STATUS = {
-    "starting": "s",
-    "running": "r",
-    "stopped": "t",
-    "dead": "d",
-    "unreachable": "u",
-    "ended": "e",
-}
+_STATUS: dict[Status, str] = dict(zip(get_args(Status), "srtdue", strict=True))
 
 
 class Sample(msgspec.Struct, kw_only=True):
@@ -89,9 +83,8 @@ def sample(job: JobState) -> Sample:
 
 
 def _shares(rank: RankState) -> str:
-    digits = "0123456789abcdefghijklmnopqrstuvwxyz"
     shares = (rank.communicating, rank.waiting) if rank.status == "running" else (0.0, 0.0)
-    return "".join(digits[round(share * 35)] for share in shares) + _STATUS[rank.status]
+    return "".join(map(digit, shares)) + _STATUS[rank.status]
 
 
 class Feed:
