@@ -117,7 +117,7 @@ def trace_command(
 ) -> None:
     """Merge the traces of a job's ranks into one, and sum them up.
 
-    A job that runs with `PHALANX_TRACE=FOLDER` in its environment leaves there what each rank did
+    A job that runs with `PHALANX_TRACE=FOLDER` in its environment writes there what each rank did
     when. The merged trace opens in https://ui.perfetto.dev and in chrome://tracing.
 
         PHALANX_TRACE=traces phalanx run -n 4 train.py
