@@ -134,8 +134,8 @@ def page(found: Mapping[str, Sequence[Entry]]) -> str:
         *("# The main path, counted", "", str(__doc__).split("\n\n", 1)[1]),
         "| backend | functions | files | changes of file | entries |",
         *("|---|---:|---:|---:|---:|", *figures, ""),
-        "Below is each function at the place at which a thread first enters it. The deeper that is in",
-        "calls of the package, the further right it stands.",
+        "Below is each function at the place at which a thread first enters it. The deeper that is",
+        "in calls of the package, the further right it stands.",
     ]
     for backend, entries in found.items():
         text += ["", f"## {backend}", "", "```text", *way(entries), "```"]

@@ -97,8 +97,8 @@ BackToBack = Annotated[
     bool,
     typer.Option(
         "--back-to-back",
-        help="At least 20 calls a round, and the median call of the slowest rank: if a root may run "
-        "ahead, the mean of a few calls hides the waits of the others.",
+        help="At least 20 calls a round, and the median call of the slowest rank: if a root may "
+        "run ahead, the mean of a few calls hides the waits of the others.",
     ),
 ]
 JsonFile = Annotated[

@@ -60,9 +60,7 @@ def watch_command(
     ] = None,
     once: Annotated[
         bool,
-        typer.Option(
-            "--once", help="Print one state, and end; also if the output is no terminal."
-        ),
+        typer.Option("--once", help="Print one state, and end; also if the output is no terminal."),
     ] = False,
     as_json: Annotated[
         bool,
