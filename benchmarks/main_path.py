@@ -1,15 +1,15 @@
 """The way of a training step through the package, counted and shown: `make main-path`.
 
 Two ranks take warm DDP steps: two layers of 512 x 512, whose gradients are one bucket of 2 MiB.
-What is counted is every entry of rank 0 into a function of the package, by any of its threads
-(`sys.setprofile` and `threading.setprofile`), from the forward pass until the optimizer has
-stepped:
+Every entry of rank 0 into a function of the package is counted, from the forward pass until the
+optimizer has stepped. The entry may be by any of its threads (`sys.setprofile` and
+`threading.setprofile`):
 
 - **functions**: how many different ones. A lambda, a comprehension and a generator expression
   belong to the function that they are written in.
 - **files**: how many different ones these are in.
 - **changes of file**: how often an entry is into another file than the entry before it, in the
-  same thread; so often whoever follows the way opens another file.
+  same thread. So often a reader who follows the way opens another file.
 - **entries**: how many; calls, and resumptions of generators.
 
 How long ranks wait for each other, and which of two threads moves bytes, differs from step to
@@ -134,8 +134,8 @@ def page(found: Mapping[str, Sequence[Entry]]) -> str:
         *("# The main path, counted", "", str(__doc__).split("\n\n", 1)[1]),
         "| backend | functions | files | changes of file | entries |",
         *("|---|---:|---:|---:|---:|", *figures, ""),
-        "Below is each function where a thread first comes into it, further right the deeper in",
-        "calls of the package that is.",
+        "Below is each function at the place at which a thread first enters it. The deeper that is",
+        "in calls of the package, the further right it stands.",
     ]
     for backend, entries in found.items():
         text += ["", f"## {backend}", "", "```text", *way(entries), "```"]

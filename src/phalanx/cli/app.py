@@ -190,9 +190,7 @@ def watch_command(
     ] = None,
     once: Annotated[
         bool,
-        typer.Option(
-            "--once", help="Print one state, and end; also where the output is no terminal."
-        ),
+        typer.Option("--once", help="Print one state, and end; also if the output is no terminal."),
     ] = False,
     as_json: Annotated[
         bool,
@@ -213,12 +211,12 @@ def watch_command(
 ) -> None:
     """Show a job while it runs: what each rank does, who is slowest, who waits for whom.
 
-    Without an argument it is your job that runs on this host under phalanx run or phalanx.spawn;
-    where there are several it lists them. A job of another launcher is started with
-    PHALANX_WATCH=FOLDER in its environment, a folder of its own, which is named here. Of a job of
-    phalanx run on several hosts any of them shows all ranks; from elsewhere it is watched if it was
-    started with PHALANX_WATCH=0.0.0.0:PORT and PHALANX_TOKEN: here are named host:port of each
-    host, with the same token. Ranks publish what they do while somebody watches, and only then.
+    Without an argument it shows your job that runs on this host under phalanx run or phalanx.spawn.
+    If there are several, it lists them. Start a job of another launcher with PHALANX_WATCH=FOLDER
+    in its environment, a folder of its own, and name the folder here. Each host of a job of phalanx
+    run shows all its ranks. To watch from elsewhere, start the job with PHALANX_WATCH=0.0.0.0:PORT
+    and PHALANX_TOKEN, and name host:port of each host here, with the same token. Ranks publish what
+    they do while somebody watches, and only then.
 
         phalanx watch
 
@@ -230,7 +228,7 @@ def watch_command(
 
         phalanx watch --web
 
-    With --web it is a page, for you on this host: the address that is printed lets in who has it.
+    With --web it is a page, for you on this host. Whoever has the printed address can open it.
     From another host, forward a port: ssh -L 8000:127.0.0.1:8000 HOST, with --web 8000.
     """
     from msgspec.json import encode  # noqa: PLC0415 -- other commands need none of these

@@ -8,8 +8,8 @@
 
     phalanx checkpoint import x.dcp runs/b --trust-pickle
 
-FOLDER is one that `save_checkpoint` was given, of which the newest checkpoint is taken, or a
-checkpoint's own, such as runs/a/000007-step-6000.
+FOLDER is the folder that `save_checkpoint` was given, whose newest checkpoint is taken, or that of
+one checkpoint, such as runs/a/000007-step-6000.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def slurm_command(
 ) -> None:
     """Give Slurm a job that runs a Python script on several ranks of each of its nodes.
 
-    Run this where the nodes see the same files. The job gets a folder of its own here: the script
+    Run this in a folder that the nodes see, too. The job gets a folder of its own here: the script
     for sbatch, the job's token, one log for each rank. Before its time is over the ranks get
     SIGTERM; if they then end with exit code 75, the job goes back into the queue and starts again.
 

@@ -88,8 +88,8 @@ def run_command(
             metavar="cores|numa",
             help="Where each rank runs (Linux). cores: on cores of its own, as many for each rank; "
             "more ranks than cores are refused. numa: on a memory node, whose cores its ranks "
-            "share; where there are more nodes than ranks, on as many for each. OMP_NUM_THREADS, "
-            "if unset, follows.",
+            "share; if there are more nodes than ranks, on as many for each. OMP_NUM_THREADS, if "
+            "unset, follows.",
         ),
     ] = "",
     insecure: Annotated[

@@ -35,9 +35,9 @@ class PipelineParallelConfig(
 ):
     """The cut of a model into a pipeline, and its schedule. The same on every rank.
 
-    num_stages         p, number of ranks that share the layers: the world size of the backend
-    num_micro_batches  m, number of parts of a batch. The bubble's share shrinks with it;
-                       4 * num_stages is a good start
+    num_stages         p, number of ranks that share the layers. `Pipeline` checks that it is the
+                       backend's world size; without a backend it gives `bubble`
+    num_micro_batches  m, number of parts of a batch, such as 4 * num_stages: more, less bubble
     schedule           `gpipe`, `1f1b`, `interleaved_1f1b`, `zb_h1` or `zb_v`; `schedules.py`
                        compares them
     num_chunks         v, number of runs of layers on each rank: for `interleaved_1f1b` 2 or more,
