@@ -1,4 +1,4 @@
-"""`phalanx bench`: its options."""
+"""`phalanx bench`: its options, as text and types."""
 
 from __future__ import annotations
 
