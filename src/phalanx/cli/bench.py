@@ -1,4 +1,4 @@
-"""`phalanx bench`: its options."""
+"""`phalanx bench`: its options, and what it shows."""
 
 from __future__ import annotations
 
