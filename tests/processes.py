@@ -32,7 +32,7 @@ PRELOADED = (
     "torch._dynamo",  # which the first optimizer of a process imports
     "torch.distributed.fsdp",
 )
-PATIENCE = 100.0  # seconds for a program to end
+PATIENCE = 200.0  # seconds for a program to end
 
 
 def fork_server() -> ForkServerContext:
