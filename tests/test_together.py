@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 from clusters import Cluster, Simulated, Tcp
+from processes import run_python
 from together import Together
 
 from phalanx import Backend
@@ -40,7 +38,7 @@ def test_a_test_that_is_marked_is_called_with_one_cluster_after_all(cluster: Clu
 
 def test_with_k_each_cluster_is_a_test_of_its_own() -> None:
     """So that one of them can be looked at with a debugger."""
-    pytest_k = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-k", "is_marked and tcp"]
-    shown = subprocess.run([*pytest_k, __file__], capture_output=True, text=True, check=True).stdout
+    pytest_k = ["-m", "pytest", "--collect-only", "-q", "-k", "is_marked and tcp"]
+    shown = run_python([*pytest_k, __file__]).stdout
     assert "one_cluster_after_all[tcp]" in shown
     assert "[together]" not in shown

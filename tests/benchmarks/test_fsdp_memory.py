@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import beside
+from given_back import give_back
+from ranks import beside, run_ranks
 from torch import nn
 
-from phalanx import FSDP, Backend, ShardingStrategy, SharedMemoryBackend, spawn
+from phalanx import FSDP, Backend, ShardingStrategy, SharedMemoryBackend, TcpBackend
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from fsdp_peaks import GIVES_BACK, Meter, gives_back, lacks_peaks
+from fsdp_peaks import Meter, gives_back, lacks_peaks
 
 LAYERS, WIDTH = 16, 1024
 GROUP = WIDTH * WIDTH * 4
@@ -64,18 +65,16 @@ def train(model: FSDP, width: int) -> None:
 
 def each_peak(tcp: Backend) -> list[int]:
     """One after the other; what a model held has been given back when the next is measured."""
+    give_back()
     with beside(tcp, SharedMemoryBackend) as shm:
         backends = {"tcp": tcp, "shm": shm}
         return [peak(backends[name], strategy) for name, strategy, _ in HELD]
 
 
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it can be measured")
-def test_a_strategy_holds_its_part_and_the_groups_in_flight(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, value in GIVES_BACK.items():
-        monkeypatch.setenv(name, value)
-    for rank, peaks in enumerate(spawn(each_peak, RANKS, backend="tcp")):
+def test_a_strategy_holds_its_part_and_the_groups_in_flight() -> None:
+    for rank, (how, peaks) in enumerate(run_ranks(each_peak, RANKS, kind=TcpBackend, timeout=100)):
+        assert how == "returned", peaks
         for held, (name, strategy, part) in zip(peaks, HELD, strict=True):
             bound = (part + IN_FLIGHT) * TENTH
             found = f"{held >> 20} of {int(bound) >> 20} MiB"

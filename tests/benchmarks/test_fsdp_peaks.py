@@ -9,16 +9,22 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
+from given_back import give_back
+from processes import fork_server
+from ranks import run_ranks
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 import phalanx
-from phalanx import Backend
+from phalanx import Backend, SharedMemoryBackend
 from phalanx.ops.bench.operations import PreparedCall, TrainedModel, TrainingTask, task_of
 from phalanx.ops.bench.peers import Alone, Call, RankContext
 
@@ -29,6 +35,7 @@ from fsdp_peaks import (
     Meter,
     Peak,
     as_json,
+    benchmark_rank,
     gives_back,
     lacks_peaks,
     measure,
@@ -78,51 +85,43 @@ def test_after_a_reset_what_is_still_there_counts_and_what_is_gone_does_not() ->
     assert kept.numel() == 40 * MIB
 
 
-SHARING = """
-import mmap, sys
-from fsdp_peaks import Meter
-
-file, private = int(sys.argv[1]), int(sys.argv[2]) << 20
-meter = Meter()
-shared = mmap.mmap(file, 0)
-for at in range(0, len(shared), 4096):
-    shared[at]
-own = bytearray(b"x") * private
-print("touched", flush=True)
-input()
-print(meter.peak(), meter.shared(), flush=True)
-input()
-"""
+def touch_shared(wire: Connection, file: str, private: int) -> None:
+    """Touch all of that file, and some MiB of this process's own; say what it has then."""
+    meter = Meter()
+    shared = mmap.mmap(os.open(file, os.O_RDWR), 0)
+    for at in range(0, len(shared), 4096):
+        shared[at]
+    own = bytearray(b"x") * (private << 20)
+    wire.send("touched")
+    wire.recv()
+    wire.send((meter.peak(), meter.shared(), len(own)))
+    wire.recv()
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs a memfd")
 def test_what_processes_share_is_counted_once_divided_among_them() -> None:
     file = os.memfd_create("shared")
     os.ftruncate(file, 48 * MIB)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SHARING, str(file), str(private)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            pass_fds=[file],
-            env={**os.environ, "PYTHONPATH": BENCHMARKS},
-        )
-        for private in (8, 32)
-    ]
+    name = f"/proc/{os.getpid()}/fd/{file}"
+    ranks = []
+    for private in (8, 32):
+        ours, theirs = Pipe()
+        process = fork_server().Process(target=touch_shared, args=(theirs, name, private))
+        process.start()
+        theirs.close()
+        ranks.append((process, ours))
+    assert [wire.recv() for _, wire in ranks] == ["touched"] * 2
     os.close(file)
     found = []
-    for rank in ranks:
-        assert rank.stdout is not None
-        assert rank.stdout.readline() == "touched\n"
-    for rank in ranks:
-        assert rank.stdin is not None
-        assert rank.stdout is not None
-        print(file=rank.stdin, flush=True)
-        found.append([int(word) for word in rank.stdout.readline().split()])
-    for rank in ranks:
-        rank.communicate("\n")
-    for (peak, shared), private in zip(found, (8, 32), strict=True):
+    for _, wire in ranks:
+        wire.send("now")
+        found.append(wire.recv())
+    for process, wire in ranks:
+        wire.send("enough")
+        process.join()
+        wire.close()
+    for (peak, shared, own), private in zip(found, (8, 32), strict=True):
+        assert own == private * MIB
         assert shared == 24 * MIB
         assert abs(peak - (24 + private) * MIB) < SLACK
 
@@ -171,8 +170,9 @@ class Greedy(Alone):
 TOLD_APART = 512  # the width of its layers
 
 
-def peaks_of_two_ranks(_: Backend) -> list[Peak | str]:
+def peaks_of_two_ranks() -> list[Peak | str]:
     """Two simulated ranks are one process: what one has counts for both."""
+    torch.set_num_threads(1)
 
     def rank(backend: Backend) -> Peak | str:
         context = RankContext(backend, "", 20.0, TOLD_APART)
@@ -189,7 +189,8 @@ def test_the_bytes_of_a_model_are_those_of_its_parameters() -> None:
 def test_building_and_training_are_told_apart_and_every_rank_has_all_figures() -> None:
     """In a process of its own: here, other tests' memory may be given back meanwhile."""
     model = model_bytes(task_of("fsdp", TOLD_APART))
-    [(first, second)] = phalanx.spawn(peaks_of_two_ranks, 1)
+    with ProcessPoolExecutor(1, mp_context=fork_server()) as pool:
+        first, second = pool.submit(peaks_of_two_ranks).result()
     assert first == second
     assert isinstance(first, Peak)
     by_rank = list(zip(first.building, first.training, first.shared, strict=True))
@@ -217,13 +218,27 @@ def test_who_cannot_do_it_on_one_rank_is_left_out_on_all() -> None:
     assert phalanx.simulate(rank, 2) == [said, said]
 
 
+def peak_with_freed_memory_given_back(backend: Backend) -> Peak | str:
+    give_back()
+    return benchmark_rank(backend, name="shm", width=512, steps=10)
+
+
 def test_the_peak_of_memory_is_that_of_a_sharded_model() -> None:
-    *_, peak = measure(["shm"], 2, width=512, steps=10)
-    assert (peak.peer, peak.gives_back) == ("shm", gives_back())
-    model = model_bytes(task_of("fsdp", 512))
-    for training, shared in zip(peak.training, peak.shared, strict=True):
-        assert model / 2 < training < 6 * model
-        assert shared >= model / 2 - 65536
+    outcomes = run_ranks(peak_with_freed_memory_given_back, 2, kind=SharedMemoryBackend)
+    for how, peak in outcomes:
+        assert how == "returned", peak
+        model = model_bytes(task_of("fsdp", 512))
+        for training, shared in zip(peak.training, peak.shared, strict=True):
+            assert model / 2 < training < 6 * model
+            assert shared >= model / 2 - 65536
+
+
+def test_each_library_is_measured_as_it_is_and_with_freed_memory_given_back() -> None:
+    found = [*measure(["alone"], 1, width=8, steps=1)]
+    assert [(peak.peer, peak.gives_back) for peak in found] == [
+        ("alone", given_back) for given_back in (False, True)[: 1 + gives_back()]
+    ]
+    assert all(len(peak.training) == 1 for peak in found)
 
 
 def peak(peer: str, *training: int, gives_back: bool = False, shared: int = 0) -> Peak:

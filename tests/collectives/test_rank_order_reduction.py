@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from processes import run_python
 from torch import Tensor
 
 from phalanx import ReduceOp
@@ -112,13 +111,8 @@ print(threads_started(lambda: torch.add(parts[0], parts[1], out=out)))  # so the
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="torch starts no thread with one core")
 def test_large_parts_are_reduced_without_other_threads() -> None:
     """Which would wait for each other after every block, where other ranks need the cores."""
-    ended = subprocess.run(
-        [sys.executable, "-c", ONE_THREAD],
-        env={**os.environ, "OMP_NUM_THREADS": "4"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    ended = run_python(["-c", ONE_THREAD], environ={**os.environ, "OMP_NUM_THREADS": "4"})
+    assert ended.returncode == 0, ended.stderr
     *reductions, whole = map(int, ended.stdout.split())
     assert reductions == [0, 0, 0]
     assert whole > 0

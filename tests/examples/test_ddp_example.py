@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import run_job
 
 from phalanx import simulate
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ddp.py"
-ON_TWO_RANKS = [sys.executable, "-m", "phalanx.cli", "run", "-n", "2"]
 
 
 def test_it_is_short() -> None:
@@ -36,11 +34,8 @@ def test_it_runs_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     assert "rank 0 of 1: 9" in out
 
 
-def test_it_runs_under_the_launcher() -> None:
-    done = subprocess.run(
-        [*ON_TWO_RANKS, str(EXAMPLE)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "step 200  loss 0." in done.stdout
-    for rank in range(2):
+def test_it_runs_on_the_ranks_of_a_launcher() -> None:
+    for rank, done in enumerate(run_job([str(EXAMPLE)], 2)):
+        assert done.returncode == 0, done.stderr
+        assert ("step 200  loss 0." in done.stdout) is (rank == 0)
         assert f"rank {rank} of 2: 9" in done.stdout

@@ -24,7 +24,7 @@ from processes import fork_server
 from phalanx import Backend, HybridBackend, SharedMemoryBackend, TcpBackend, broadcast_object
 from phalanx.transport.backends import MeshBackend
 
-PATIENCE = 60.0  # seconds for a rank to report before the test fails
+PATIENCE = 200.0  # seconds for a rank to report before the test fails
 PORT = 29500  # of rank 0 on a network of its own, where every port is free
 
 KINDS: Mapping[str, type[Backend]] = MappingProxyType(
@@ -127,10 +127,14 @@ class Job:
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, kind: type[Backend] | None = None
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    kind: type[Backend] | None = None,
+    timeout: float = 20.0,
 ) -> list[tuple[str, Any]]:
     """Run `fn(backend, *args)` on all ranks of a job; their outcomes."""
-    with Job(world_size, kind=kind) as job:
+    with Job(world_size, kind=kind, timeout=timeout) as job:
         outcomes = [job.start(rank, fn, *args) for rank in range(world_size)]
         return [outcome() for outcome in outcomes]
 

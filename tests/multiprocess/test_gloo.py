@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from ports import unused_port
+from processes import run_job
+from ranks import run_ranks
 from test_training import alone, train_on_my_rows
 
-from phalanx import Backend, PeerLostError, all_reduce, spawn
+from phalanx import Backend, GlooBackend, PeerLostError, all_reduce
 
 SCRIPT = """
 import torch, torch.distributed as dist, phalanx
@@ -50,9 +50,15 @@ def train_and_die_in_a_collective(backend: Backend) -> None:
     assert info.value.peer == 1
 
 
+def gloo(rank: int, world_size: int, address: str, **options: Any) -> GlooBackend:
+    """Gloo's ranks have neither a token nor a heartbeat."""
+    known = {name: options[name] for name in ("timeout", "listener")}
+    return GlooBackend(rank, world_size, address, **known)
+
+
 def test_ranks_over_gloo_train_like_one_and_name_the_one_that_is_killed() -> None:
-    with pytest.raises(PeerLostError, match=r"rank 1 .*SIGKILL"):
-        spawn(train_and_die_in_a_collective, 2, "gloo")
+    outcomes = run_ranks(train_and_die_in_a_collective, 2, kind=gloo)
+    assert outcomes == [("returned", None), ("died", -signal.SIGKILL)]
 
 
 def test_a_launched_script_has_gloo_by_itself_and_over_torchs_process_group(
@@ -60,19 +66,6 @@ def test_a_launched_script_has_gloo_by_itself_and_over_torchs_process_group(
 ) -> None:
     program = tmp_path / "script.py"
     program.write_text(SCRIPT)
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    place |= {"MASTER_PORT": str(unused_port()), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(program)],
-            env={**os.environ, **place, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=60)[0] for process in ranks]
-    for rank, (process, output) in enumerate(zip(ranks, outputs, strict=True)):
-        assert process.returncode == 0, output
-        assert f"rank {rank} is done" in output
+    for rank, ended in enumerate(run_job([str(program)], 2)):
+        assert ended.returncode == 0, ended.stderr
+        assert f"rank {rank} is done" in ended.stdout

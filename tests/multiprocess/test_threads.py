@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import beside
+from ranks import beside, run_ranks
 
 import phalanx
-from phalanx import Backend, SharedMemoryBackend
+from phalanx import Backend, SharedMemoryBackend, TcpBackend
 
 
 def threads_started(tcp: Backend) -> tuple[int, int, int]:
@@ -25,6 +25,7 @@ def threads_started(tcp: Backend) -> tuple[int, int, int]:
     def threads() -> int:
         return len(os.listdir("/proc/self/task"))
 
+    torch.set_num_threads(2 * (os.cpu_count() or 1))
     tensor = torch.empty(4 << 20)
     with beside(tcp, SharedMemoryBackend) as shm:
         for backend in (tcp, shm):
@@ -38,8 +39,9 @@ def threads_started(tcp: Backend) -> tuple[int, int, int]:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="shows no threads")
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="torch starts no thread with one core")
-def test_more_threads_than_cores_are_not_used_to_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", str(2 * (os.cpu_count() or 1)))
-    for over_tcp, in_shared_memory, torchs in phalanx.spawn(threads_started, 3, "tcp"):
+def test_more_threads_than_cores_are_not_used_to_reduce() -> None:
+    for how, started in run_ranks(threads_started, 3, kind=TcpBackend):
+        assert how == "returned", started
+        over_tcp, in_shared_memory, torchs = started
         assert (over_tcp, in_shared_memory) == (0, 0)
         assert torchs > 0

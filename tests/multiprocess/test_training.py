@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -14,9 +18,12 @@ from phalanx import (
     Pipeline,
     PipelineParallelConfig,
     ReduceOp,
+    SharedMemoryBackend,
+    TcpBackend,
     all_reduce,
-    spawn,
 )
+
+T = TypeVar("T")
 
 STEPS, ROWS = 10, 12
 
@@ -64,22 +71,21 @@ def alone() -> tuple[list[float], list[float]]:
     return losses, torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
 
-def test_three_processes_train_like_one() -> None:
-    outcomes = run_ranks(train_on_my_rows, 3)
-    results = [value for how, value in outcomes if how == "returned"]
-    assert len(results) == 3, outcomes
+@pytest.mark.parametrize(("ranks", "kind"), [(3, TcpBackend), (2, SharedMemoryBackend)])
+def test_processes_train_like_one(ranks: int, kind: type[Backend]) -> None:
+    results = returned(train_on_my_rows, ranks, kind)
     losses, weights = alone()
     for their_losses, their_weights in results:
         torch.testing.assert_close(torch.tensor(their_losses), torch.tensor(losses))
         torch.testing.assert_close(torch.tensor(their_weights), torch.tensor(weights))
-    assert results[0] == results[1] == results[2]  # bit for bit
+    assert all(result == results[0] for result in results)  # bit for bit
 
 
-def test_spawned_ranks_train_like_one() -> None:
-    losses, weights = alone()
-    for their_losses, their_weights in spawn(train_on_my_rows, 2):
-        torch.testing.assert_close(torch.tensor(their_losses), torch.tensor(losses))
-        torch.testing.assert_close(torch.tensor(their_weights), torch.tensor(weights))
+def returned(fn: Callable[[Backend], T], ranks: int, kind: type[Backend]) -> list[T]:
+    """What all ranks return."""
+    outcomes = run_ranks(fn, ranks, kind=kind)
+    assert {how for how, _ in outcomes} == {"returned"}, outcomes
+    return [value for _, value in outcomes]
 
 
 def train_my_stage(backend: Backend) -> tuple[float, list[list[float]]]:
@@ -104,7 +110,8 @@ def test_four_processes_that_wrap_their_own_stages_have_the_gradients_of_one() -
     loss = nn.functional.mse_loss(model(inputs), targets)
     loss.backward()
     expected = [p.grad.flatten().tolist() for p in model.parameters() if p.grad is not None]
-    (first, head), (_, tail), (again, other_head), (_, other_tail) = spawn(train_my_stage, 4)
+    ranks = returned(train_my_stage, 4, SharedMemoryBackend)
+    (first, head), (_, tail), (again, other_head), (_, other_tail) = ranks
     assert first == again
     torch.testing.assert_close(first, loss.item())
     assert head == other_head  # bit for bit

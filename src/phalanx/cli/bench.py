@@ -65,8 +65,8 @@ BackToBack = Annotated[
     bool,
     typer.Option(
         "--back-to-back",
-        help="At least 20 calls a round, and the median call of the slowest rank: where a root "
-        "may run ahead, the mean of a few calls hides what the others wait.",
+        help="At least 20 calls a round, and the median call of the slowest rank: if a root may "
+        "run ahead, the mean of a few calls hides the waits of the others.",
     ),
 ]
 TuningFile = Annotated[
@@ -108,15 +108,15 @@ def bench_command(
 ) -> None:
     """Time operations of Phalanx beside other libraries, in the same processes.
 
-    Rounds of all that take part are interleaved, so that what the machine does besides meets all
-    alike. A line shows the median round, microseconds of a call on the slowest rank; between the
-    quartiles lies half of the rounds. Every round's results are checked, to the last element.
-    Bandwidths are those of the NCCL tests: bytes are the larger of what a rank gives and gets,
-    and the bus bandwidth is what its link has to carry. K and M are 1024 and 1024 K; a GB is 1e9.
+    Rounds of all libraries are interleaved, so other load of the machine affects all alike. A line
+    shows the median round, in microseconds of a call on the slowest rank; half of the rounds lie
+    between the quartiles. Every round's results are checked, to the last element. Bandwidths are
+    those of the NCCL tests: bytes are the larger of what a rank gives and gets, and the bus
+    bandwidth is what its link has to carry. K and M are 1024 and 1024 K; a GB is 1e9.
 
-    Training steps (ddp, fsdp) are compared with what one process gets that has all samples, and
-    their time with that of the same step alone, without communication: the median of the rounds'
-    ratios. torch's own DDP and `fully_shard` run over Gloo, and as `stock` over Phalanx.
+    Training steps (ddp, fsdp) have to give the results of one process that has all samples. Their
+    time is compared with that of the same step alone, without communication: the median of the
+    rounds' ratios. torch's own DDP and `fully_shard` run over Gloo, and as `stock` over Phalanx.
 
     A library that is not installed is left out, and the reason is given. Ranks are processes of
     this host, with one thread each (OMP_NUM_THREADS=1). Under a launcher (phalanx run, torchrun,

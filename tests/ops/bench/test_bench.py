@@ -6,19 +6,22 @@ import json
 import os
 import runpy
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
+from processes import run_job, run_python
 
 from phalanx.collectives.tuning import read_tuning
 from phalanx.errors import InvalidWorldSizeError, PeerLostError
 from phalanx.ops.bench.peers import PEERS
+from phalanx.ops.bench.rank import FOUND, REQUEST
 from phalanx.ops.bench.report import BenchReport, as_tuning
-from phalanx.ops.bench.request import BackendInfo, ResultLine, make_request
+from phalanx.ops.bench.request import BackendInfo, Message, ResultLine, make_request
 from phalanx.ops.bench.start import run_ranks
+from phalanx.wire.control import learned
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 OTHERS = ("reduce", "gather", "scatter", "ping_pong", "stream", "barrier")
@@ -26,17 +29,9 @@ REQUESTED = "shm,tcp,stock,phalanx-gloo,phalanx-mpi,gloo"
 
 
 def test_a_short_run_of_every_operation_on_all_that_is_here(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "phalanx.cli", "bench", *COLLECTIVES, *OTHERS]
     options = ["--backends", REQUESTED, "--sizes", "64,4K", "--rounds", "2", "--seconds", "0.0005"]
-    files = ["--json", "all.json"]
-    ended = subprocess.run(
-        [*command, *options, *files],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
+    words = ["-m", "phalanx.cli", "bench", *COLLECTIVES, *OTHERS, *options, "--json", "all.json"]
+    ended = run_python(words, folder=tmp_path)
     assert ended.returncode == 0, ended.stderr
     print(ended.stdout)  # the ratios, for whoever reads what CI says
     found = json.loads((tmp_path / "all.json").read_text())
@@ -83,7 +78,11 @@ def test_training_steps_the_algorithms_by_name_and_a_peer_of_a_script(tmp_path: 
         width=64,
         peers=peers,
     )
-    messages = list(run_ranks(request, 2, peers))
+    (tmp_path / REQUEST).write_bytes(msgspec.json.encode(request))
+    for rank in run_job(["-m", "phalanx.ops.bench.rank", str(tmp_path), str(script)], 2):
+        assert rank.returncode == 0, rank.stderr
+    found = (tmp_path / FOUND).read_bytes().splitlines()
+    messages = [msgspec.json.decode(line, type=learned(Message)) for line in found]
     lines = [message for message in messages if isinstance(message, ResultLine)]
     assert {line.wrong for line in lines} == {0}
     for operation in ("ddp", "fsdp"):
@@ -102,15 +101,11 @@ def test_training_steps_the_algorithms_by_name_and_a_peer_of_a_script(tmp_path: 
 
 
 def test_under_a_launcher_its_ranks_are_measured() -> None:
-    launcher = [sys.executable, "-m", "phalanx.cli", "run", "-n", "2", "-m", "phalanx.cli"]
-    words = "bench barrier --backends tcp,shm --rounds 1 --seconds 0.0001"
-    ended = subprocess.run(
-        [*launcher, *words.split()], capture_output=True, text=True, check=False, timeout=100
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert "barrier, 2 ranks" in ended.stdout
-    assert "[rank 0]" in ended.stdout
-    assert "[rank 1]" not in ended.stdout
+    words = "-m phalanx.cli bench barrier --backends tcp,shm --rounds 1 --seconds 0.0001"
+    first, second = run_job(words.split(), 2)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert "barrier, 2 ranks" in first.stdout
+    assert second.stdout == ""
 
 
 def children() -> set[int]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from checkpoint_runs import small
+from processes import run_python
 from test_hostile_files import untouched
 from typer.testing import CliRunner
 
@@ -48,7 +47,5 @@ def test_an_export_does_not_write_into_a_strangers_folder(folder: Path) -> None:
 
 
 def test_the_short_form_of_the_attacks_finds_nothing() -> None:
-    ended = subprocess.run(
-        [sys.executable, str(ATTACKS), "--short"], capture_output=True, text=True, check=False
-    )
+    ended = run_python([str(ATTACKS), "--short"])
     assert ended.returncode == 0, ended.stdout + ended.stderr
