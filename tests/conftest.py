@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "wide: also as many ranks are connected, each with a few")
     config.addinivalue_line("markers", "requires(what): only clusters that do not lack this")
     config.addinivalue_line("markers", "together: on all clusters at a time: it mostly waits")
-    config.addinivalue_line("markers", "checkered: half of the combinations of its parameters")
+    config.addinivalue_line("markers", "checkered: some of the combinations of its parameters")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

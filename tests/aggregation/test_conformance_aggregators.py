@@ -62,6 +62,7 @@ def test_every_rank_has_new_tensors_of_the_same_bits_and_the_gradients_are_not_c
 ONE_OF_EACH_WAY = ["all-reduce", "parameter server", "top-k, error feedback", "1 bit", "PowerSGD"]
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("name", ONE_OF_EACH_WAY)
 def test_it_works_on_every_kind_of_backend(name: str, cluster: Cluster):
     def run(backend: Backend):

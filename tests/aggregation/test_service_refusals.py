@@ -33,6 +33,7 @@ def one_bad(value: float) -> list[Tensor]:
     return gradients
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("call", [ParameterClient.push, ParameterClient.step])

@@ -58,6 +58,7 @@ def test_every_mode_solves_the_task(mode: ServerMode, servers: int, workers: int
     assert loss_of([params[number] for number in sorted(params)]) < 0.2 * untrained
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_it_works_on_every_kind_of_backend(mode: ServerMode, cluster: Cluster) -> None:
     outcomes = cluster.run(lambda b: train(b, mode, servers=(1, 0), steps=3), 4)

@@ -13,6 +13,7 @@ from phalanx import Backend
 # What it is ---------------------------------------------------------------------------------
 
 
+@pytest.mark.checkered
 @having_memory
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_what_one_writes_the_others_see_after_a_barrier(cluster: Cluster, size: int) -> None:
@@ -60,6 +61,7 @@ def test_a_message_tells_of_what_its_sender_has_written(cluster: Cluster) -> Non
     cluster.run(share, 2)
 
 
+@pytest.mark.checkered
 @having_memory
 @pytest.mark.parametrize("count", [0, 1, 1000])
 def test_it_has_the_elements_that_were_asked_for_and_they_are_zero(

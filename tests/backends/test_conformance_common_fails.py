@@ -24,6 +24,7 @@ ODD: dict[str, tuple[int, Callable[[Backend], object]]] = {
 }
 
 
+@pytest.mark.checkered
 @having_memory
 @pytest.mark.parametrize(("odd", "call"), ODD.values(), ids=ODD.keys())
 def test_ranks_that_disagree_are_told(

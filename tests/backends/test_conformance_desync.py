@@ -107,6 +107,7 @@ def test_the_error_says_what_this_rank_was_doing_and_whom_it_met(cluster: Cluste
         assert peer == 1 - rank
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("name", ["all_gather", "gather"])
 def test_the_error_of_a_gather_shows_what_each_rank_gave(cluster: Cluster, name: str) -> None:
     def gather_and_meet(backend: Backend) -> None:

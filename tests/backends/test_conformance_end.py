@@ -120,6 +120,7 @@ def test_closing_ends_what_is_outstanding(cluster: Cluster) -> None:
     cluster.run(close, 2)
 
 
+@pytest.mark.checkered
 @pytest.mark.timeouts
 @pytest.mark.parametrize("end", ["close", "abort"])
 def test_another_thread_may_close_while_one_waits(cluster: Cluster, end: str) -> None:

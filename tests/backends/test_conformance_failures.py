@@ -50,6 +50,7 @@ def hear_from_all(backend: Backend, culprit: int) -> None:
             backend.recv(bytearray(4), other)
 
 
+@pytest.mark.checkered
 @ways_to_leave
 def test_whoever_waits_for_a_message_of_a_rank_that_goes_is_told(
     cluster: Cluster, leave: Callable[[Backend], None]
@@ -65,6 +66,7 @@ def test_whoever_waits_for_a_message_of_a_rank_that_goes_is_told(
     cluster.run(wait, 2, timeout=PROMPT)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize(
     ("how", "culprit"), [("close", 0), ("abort", 2), *sizes([], [("close", 2), ("abort", 0)])]
 )
@@ -92,6 +94,7 @@ def test_a_collective_without_a_rank_that_is_gone_names_it_on_every_other_rank(
     cluster.run(reduce, 4, timeout=PROMPT)
 
 
+@pytest.mark.checkered
 @ways_to_leave
 @pytest.mark.parametrize("culprit", sizes([0, 3], range(4)))
 def test_a_barrier_without_a_rank_that_is_gone_names_it_on_every_other_rank(

@@ -190,6 +190,7 @@ def test_closing_a_group_leaves_its_parent_and_its_siblings_open(cluster: Cluste
     cluster.run(make, 2)
 
 
+@pytest.mark.checkered
 @pytest.mark.wide
 @pytest.mark.parametrize("end", ["close", "abort"])
 def test_whoever_waits_in_a_group_for_a_rank_that_ends_it_is_told(

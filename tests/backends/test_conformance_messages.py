@@ -239,6 +239,7 @@ def test_memory_from_empty_can_be_sent_and_received_into(cluster: Cluster) -> No
     cluster.run(exchange, 2)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("order", [(1, 2, 3), (3, 1, 2)])
 def test_a_rank_receives_from_many_in_the_order_that_it_likes(
     cluster: Cluster, order: tuple[int, ...]

@@ -70,6 +70,7 @@ def test_a_message_to_oneself_is_refused(cluster: Cluster, call: Call) -> None:
     cluster.run(talk_to_oneself, 2)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("peer", [2, -1, 10**6])
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 def test_a_peer_that_does_not_exist_is_refused(cluster: Cluster, call: Call, peer: int) -> None:
@@ -97,6 +98,7 @@ def test_a_rank_is_a_whole_number(cluster: Cluster, peer: object) -> None:
     cluster.run(call, 2)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("whole", [bool, np.int64, torch.tensor], ids=["bool", "numpy", "torch"])
 def test_any_integer_may_say_which_rank(cluster: Cluster, whole: Callable[[int], int]) -> None:
     def exchange(backend: Backend) -> None:

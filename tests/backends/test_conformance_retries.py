@@ -84,6 +84,7 @@ def read_what_came(backend: Backend) -> None:
             backend.engine.run_ready()
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("attempt", [try_recv, try_cancel, try_wait_any])
 def test_a_receive_that_is_repeated_gets_its_message_however_short_each_attempt(
     cluster: Cluster, attempt: Callable[[Backend, torch.Tensor, int], bool]
@@ -133,6 +134,7 @@ def test_receives_of_several_tags_are_repeated_in_turn(cluster: Cluster) -> None
     cluster.run(run, 2)
 
 
+@pytest.mark.checkered
 @pytest.mark.timeouts
 @pytest.mark.parametrize("size", [4, LARGE])
 def test_a_send_that_timed_out_half_way_is_not_taken_for_the_next_message(

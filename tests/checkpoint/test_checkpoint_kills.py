@@ -9,11 +9,13 @@ was not fsynced is there, or not, or in part).
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import random
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import killed_saves
 import pytest
@@ -63,7 +65,9 @@ def leave_a_leftover(folder: Path) -> None:
         os.close(os.open(os.path.join(path, name), os.O_CREAT | os.O_WRONLY))
 
 
-EXPECTED = [plain_after(steps, make=small) for steps in range(SAVES)]
+@functools.cache
+def expected(steps: int) -> Any:
+    return plain_after(steps, make=small)
 
 
 def check_folder(folder: Path, finished: int, *, under_way: bool) -> None:
@@ -71,7 +75,7 @@ def check_folder(folder: Path, finished: int, *, under_way: bool) -> None:
     the one that was under way.
     """
     for each in committed(str(folder)):
-        assert_same(load_plain(Path(each.path), make=small), EXPECTED[each.step])
+        assert_same(load_plain(Path(each.path), make=small), expected(each.step))
     newest = latest_checkpoint(folder)
     allowed = {finished - 1, finished} if under_way else {finished - 1}
     if newest is None:
@@ -166,7 +170,7 @@ def test_the_next_save_removes_what_a_killed_one_left(
             continue
         save(killed, 1)
         assert [each.is_committed for each in numbered(str(killed))] == [True]
-        assert_same(load_plain(killed, make=small), EXPECTED[1])
+        assert_same(load_plain(killed, make=small), expected(1))
 
 
 @pytest.mark.parametrize(("error", "first"), [(errno.ENOSPC, 0), (errno.EIO, 1), (errno.EDQUOT, 2)])

@@ -150,6 +150,7 @@ def test_whoever_gives_up_in_the_middle_of_an_object_tells_the_others(cluster: C
     cluster.run(run, 2, timeout=1.0)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("length", [0, 1 << 50])
 def test_a_length_that_no_object_has_is_refused_before_memory_is_taken(
     cluster: Cluster, length: int

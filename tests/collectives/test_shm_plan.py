@@ -75,6 +75,7 @@ def test_what_a_member_does_between_epochs_if_inputs_are_staged(
     assert staged(plan_of(collective, 2 * 256 // 4 * 2, place=place)) == drawn
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("collective", FORMS)
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("elements", [4, 1000])

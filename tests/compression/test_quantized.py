@@ -81,6 +81,7 @@ def test_a_block_with_a_value_that_is_not_finite_is_nan_and_no_other(bits: int, 
     assert back[32:].isnan().all()
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("stochastic", [True, False])
 @pytest.mark.parametrize("bits", [8, 4, 1])
 @pytest.mark.parametrize("n", [1, 3, 4, 5, 7, 8, 9, 250])

@@ -109,8 +109,8 @@ _DRAWING = threading.RLock()  # the global random state is that of all ranks
 
 
 def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    with _DRAWING, torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with _DRAWING, torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` takes a millisecond or two
         return build()
 
 

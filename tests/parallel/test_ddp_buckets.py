@@ -6,11 +6,14 @@ import pytest
 import torch
 from ddp_models import DefinedBackwards, mlp, noise, seeded
 from ddp_runs import (
+    Gradients,
     Watched,
     assert_close,
     assert_same_bits,
     gradients,
     mean_of,
+    naive_gradients,
+    over_tcp,
 )
 from torch import Tensor, nn
 
@@ -166,6 +169,33 @@ def test_buckets_are_on_their_way_before_backward_reaches_the_first_layer():
         ]
 
     simulate(run, 2)
+
+
+def test_large_gradients_are_averaged_over_tcp_while_backward_computes():
+    layers = 4
+    models = [
+        seeded(lambda: nn.Sequential(*(nn.Linear(300, 300) for _ in range(layers))), rank)
+        for rank in range(2)
+    ]
+
+    def run(backend: Backend) -> Gradients:
+        ddp = DDP(models[backend.rank], backend, bucket_size=100_000)
+        watched = Watched(backend)
+        for number in range(3):
+            ddp.zero_grad()
+            watched.clear()
+            ddp(noise(8, 300, seed=10 * number + backend.rank)).pow(2).sum().backward()
+        assert watched.bytes_sent == layers * (300 * 300 + 300) * 4
+        return gradients(ddp)
+
+    expected = naive_gradients(
+        lambda: seeded(lambda: nn.Sequential(*(nn.Linear(300, 300) for _ in range(layers)))),
+        2,
+        lambda model, rank: model(noise(8, 300, seed=20 + rank)).pow(2).sum().backward(),
+    )
+    ranks = over_tcp(run, 2)
+    assert_same_bits(ranks)
+    assert_close(ranks[0], expected)
 
 
 def test_a_gradient_is_final_when_backward_returns_and_stays_where_it_is():

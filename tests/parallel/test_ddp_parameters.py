@@ -248,6 +248,7 @@ def test_a_parameter_may_be_frozen_between_a_forward_pass_and_its_backward_pass(
     assert_close(ranks[0], {**expected, "0.weight": None, "0.bias": None})
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("first", [(), ("2",)], ids=str)
 @pytest.mark.parametrize("then", [(), ("2",), ("0", "2", "4")], ids=str)

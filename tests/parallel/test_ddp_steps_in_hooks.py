@@ -39,6 +39,7 @@ def step_in_hooks_of_layers(module: nn.Module) -> Stop:
     return lambda: [handle.remove() for handle in handles] and None
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("sync", [True, False], ids=["averages", "no_sync"])
 @pytest.mark.parametrize("first", [True, False], ids=["before wrapping", "after"])
 @pytest.mark.parametrize("hook", [step_in_hooks_of_parameters, step_in_hooks_of_layers])

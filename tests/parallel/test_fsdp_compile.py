@@ -68,6 +68,7 @@ def train(model: nn.Module, called: nn.Module, ranks: list[int]) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.checkered
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at all of it
 @pytest.mark.parametrize("way", [compiled_outside, compiled_inside, compiled_by_block])
 @pytest.mark.parametrize(

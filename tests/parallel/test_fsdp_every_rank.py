@@ -55,6 +55,7 @@ def train(fsdp: FSDP, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], ids=str)
 @pytest.mark.parametrize("where", [COMMON, MESSAGES, SHM], ids=["common", "messages", "shm"])
 @pytest.mark.parametrize("what", ALONE)

@@ -259,6 +259,7 @@ class Penalized(nn.Module):
         return self.last(self.net(slope)).square() + output.square().mean() + slope.norm()
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 @pytest.mark.parametrize("where", [COMMON, MESSAGES], ids=["common", "messages"])
 @pytest.mark.parametrize("unit", [None, nn.Linear], ids=["children", "linear"])
@@ -368,6 +369,7 @@ def three_steps(model: nn.Module, rank: int) -> None:
         model(x_of(rank, number)).pow(2).sum().backward()
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("where", [COMMON, COOPERATIVE, MESSAGES], ids=lambda each: each.name)
 @pytest.mark.parametrize("kind", [Dropped, InPlace, Beside])

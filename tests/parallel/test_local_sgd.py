@@ -7,13 +7,12 @@ from itertools import accumulate
 
 import pytest
 import torch
-from clusters import Cluster
 from ddp_models import TASKS, loss_of, mlp, noise, seeded, vectors
 from ddp_runs import Watched, assert_close, assert_same_bits, over_tcp
 from forms import sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from local_runs import adamw, reference, sgd, take_step, values
+from local_runs import reference, sgd, take_step, values
 from torch import nn
 
 from phalanx import DDP, Backend, LocalSGD, simulate
@@ -37,21 +36,6 @@ def test_with_an_average_after_every_step_it_is_ddp(task: str):
     local = simulate(lambda b: run(b, "local"), 3)
     assert_same_bits(list(local))
     assert_close(local[0], simulate(lambda b: run(b, "ddp"), 3)[0], rtol=1e-4, atol=1e-6)
-
-
-def test_it_is_what_it_says_on_every_kind_of_backend(cluster: Cluster):
-    models = [mlp(rank) for rank in range(3)]
-
-    def run(backend: Backend):
-        model = LocalSGD(models[backend.rank], backend, every=2)
-        optimizer = adamw(model.parameters())
-        for number in range(1, 5):
-            take_step(model, optimizer, backend.rank, number)
-        return values(model)
-
-    found = cluster.run(run, 3)
-    assert_same_bits(found)
-    assert_close(found[0], reference(3, [2, 4], 4, inner=adamw), rtol=1e-4, atol=1e-6)
 
 
 @settings(max_examples=sizes(8, 60))

@@ -63,19 +63,23 @@ def on_a_mesh(
     return losses, full_state_dict(model)
 
 
+def assert_trained_as_alone(ranks: list[Outcome]) -> None:
+    """The mean of the ranks' losses is the joined batch's, and all have the plain model's state."""
+    losses, state = alone()
+    means = [sum(step) / len(ranks) for step in zip(*(found for found, _ in ranks), strict=True)]
+    assert means == pytest.approx(losses, rel=1e-5)
+    for _, found in ranks:
+        assert_all_close(found, state)
+
+
 @pytest.mark.parametrize("sequence_dim", [None, 1])
 @pytest.mark.parametrize("shape", [(2, 2), (2, 4)])
 def test_training_equals_the_plain_model_on_the_joined_batch(
     shape: tuple[int, int], sequence_dim: int | None
 ):
-    losses, state = alone()
     world_size = shape[0] * shape[1]
     results = simulate(lambda b: on_a_mesh(b, transformer(), shape, sequence_dim), world_size)
-    for step, loss in enumerate(losses):
-        of_the_parts = [results[rank][0][step] for rank in range(world_size)]
-        assert sum(of_the_parts) / world_size == pytest.approx(loss, rel=1e-5)
-    for _, found in results:
-        assert_all_close(found, state)
+    assert_trained_as_alone(list(results))
 
 
 @pytest.mark.checkered
@@ -118,9 +122,12 @@ def test_fsdp_over_the_data_axis_trains_clips_saves_and_loads_as_the_plain_model
         assert_all_close(state, plain.state_dict())
 
 
-def test_training_equals_the_plain_model_on_every_backend(cluster: Cluster):
-    built = transformer()
-    _, state = alone()
-    results = cluster.run(lambda b: on_a_mesh(b, copy.deepcopy(built), (2, 2), None), 4)
-    for _, found in results:
-        assert_all_close(found, state)
+@pytest.mark.checkered
+@pytest.mark.parametrize("sequence_dim", [None, 1])
+def test_training_equals_the_plain_model_on_every_backend(
+    cluster: Cluster, sequence_dim: int | None
+):
+    """Layers, loss and the whole state, of the mesh's groups."""
+    built = transformer()  # here, since these ranks share one random state
+    run = lambda b: on_a_mesh(b, copy.deepcopy(built), (2, 2), sequence_dim)  # noqa: E731
+    assert_trained_as_alone(cluster.run(run, 4))

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from clusters import Cluster
 from ddp_models import TASKS, Branches, loss_of, noise, seeded
 from ddp_runs import assert_close, assert_same_bits, gradients, rows_of, values
 from torch import Tensor, nn
@@ -60,20 +59,6 @@ def test_ddp_trained_beside_it_has_the_same_parameters(task: str, bucket_size: i
         return values(ddp)
 
     assert_same_bits(list(simulate(run, 3)))
-
-
-def test_it_is_the_oracle_on_every_kind_of_backend(cluster: Cluster):
-    build, batch = TASKS["mlp"]
-    models = [[build(seed=rank), build(seed=rank)] for rank in range(2)]
-
-    def run(backend: Backend) -> None:
-        first, second = models[backend.rank]
-        naive, ddp = NaiveDDP(first, backend), DDP(second, backend)
-        for model in (naive, ddp):
-            train(model, lambda number: batch(4, 10 * number + backend.rank))
-        assert_close(values(ddp), values(naive.module), rtol=1e-5, atol=1e-6)
-
-    cluster.run(run, 2)
 
 
 def test_a_parameter_without_a_gradient_counts_as_zeros():

@@ -177,6 +177,7 @@ WHERE = {
 }
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("where", WHERE)
 def test_an_error_on_one_rank_is_raised_there_and_the_others_learn_of_it(
     cluster: Cluster, where: str

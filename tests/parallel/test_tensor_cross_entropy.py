@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from clusters import Cluster
 from ddp_models import noise
 from ddp_runs import Watched, assert_same_bits, outcome_of
 from hypothesis import given, settings
@@ -125,24 +124,6 @@ def test_what_is_not_finite_does_what_it_does_in_one_place(value: float, where: 
     torch.testing.assert_close(found, expected, equal_nan=True)
     torch.testing.assert_close(gradient[:2], slope[:2], equal_nan=True)
     assert not gradient[2].any(), "what is ignored has a gradient"
-
-
-def test_it_is_the_same_on_every_backend(cluster: Cluster):
-    logits, targets = noise(4, 7), torch.tensor([6, 0, -100, 3])
-    expected, slope = alone(logits, targets)
-    classes = ShardSpec.of(7, 2)
-
-    def run(backend: Backend) -> tuple[Tensor, Tensor]:
-        z = classes.shard(logits, -1, backend.rank).clone().requires_grad_()
-        loss = parallel_cross_entropy(z, backend, targets, num_classes=7)
-        loss.backward()
-        assert z.grad is not None
-        return loss.detach(), z.grad
-
-    results = cluster.run(run, 2)
-    for loss, _ in results:
-        torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(torch.cat([grad for _, grad in results], -1), slope)
 
 
 @pytest.mark.parametrize("classes", [8, 4000])

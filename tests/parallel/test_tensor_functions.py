@@ -70,6 +70,7 @@ def once(kind: str, products: list[Tensor]) -> Tensor:
     return products[0] if kind == "same" else torch.stack(products).sum()
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("name", FUNCTIONS)

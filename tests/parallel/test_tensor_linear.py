@@ -247,6 +247,7 @@ def test_a_layer_says_what_it_is_a_part_of():
 # The embedding ------------------------------------------------------------------------------
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("padding", [None, 0, 4, -1])
 @pytest.mark.parametrize("sequence_dim", [None, 1])

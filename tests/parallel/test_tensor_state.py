@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-from clusters import Cluster
 from tensor_models import assert_all_close, batch, plan_for, transformer
 from torch import Tensor, nn
 
@@ -96,16 +95,6 @@ def test_the_whole_state_is_the_plain_models_to_the_bit(ranks: int):
 
     for found in simulate(run, ranks):
         assert_equal(found, expected)
-
-
-def test_the_whole_state_is_gathered_on_every_backend(cluster: Cluster):
-    built = transformer(layers=1)
-
-    def run(backend: Backend) -> dict[str, Tensor]:
-        return full_state_dict(parallelize(copy.deepcopy(built), backend, plan_for()))
-
-    for found in cluster.run(run, 2):
-        assert_equal(found, built.state_dict())
 
 
 def test_only_rank_0_may_keep_the_whole():

@@ -22,8 +22,7 @@ from phalanx import DDP, Backend, DiLoCo, ErrorFeedback, LocalSGD, TopK, simulat
 RANKS = 2
 BACKEND = "aot_eager"
 
-WRAPS: dict[str, Callable[[nn.Module, Backend], nn.Module]] = {
-    "DDP": DDP,
+OTHERS: dict[str, Callable[[nn.Module, Backend], nn.Module]] = {
     "DDP unused": lambda m, b: DDP(m, b, find_unused_parameters=True, bucket_size=1),
     "DDP compressed": lambda m, b: DDP(m, b, compression=ErrorFeedback(TopK(0.3))),
     "LocalSGD": lambda m, b: LocalSGD(m, b, every=2),
@@ -92,15 +91,8 @@ def train(wrapped: nn.Module, called: nn.Module, rank: int, draw=vectors, steps:
     return values(wrapped)
 
 
-CASES = [
-    *((model, "DDP", way) for model in MODELS for way in WAYS),
-    *(("linear", wrap, compiled_outside) for wrap in WRAPS if wrap != "DDP"),
-]
-
-
-@pytest.mark.parametrize(("model", "kind", "way"), CASES)
-def test_compiled_training_is_that_of_the_eager_model(model, kind, way):
-    (build, draw), wrap = MODELS[model], WRAPS[kind]
+def assert_trained_like_the_eager_model(model, wrap, way) -> None:
+    build, draw = MODELS[model]
 
     def run(backend: Backend):
         wrapped, called = way(build, wrap, backend)
@@ -114,6 +106,18 @@ def test_compiled_training_is_that_of_the_eager_model(model, kind, way):
     for one, other in zip(found, expected, strict=True):
         assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert counters["stats"]["unique_graphs"] > 0
+
+
+@pytest.mark.checkered
+@every_way
+@pytest.mark.parametrize("model", MODELS)
+def test_compiled_training_is_that_of_the_eager_model(model, way):
+    assert_trained_like_the_eager_model(model, DDP, way)
+
+
+@pytest.mark.parametrize("wrap", OTHERS.values(), ids=OTHERS)
+def test_so_it_is_with_other_options_and_wrappers(wrap):
+    assert_trained_like_the_eager_model("linear", wrap, compiled_outside)
 
 
 @pytest.mark.parametrize("way", [compiled_outside, compiled_in_place], ids=lambda way: way.__name__)

@@ -184,10 +184,11 @@ def test_gradients_that_came_and_what_is_left_over_are_all_that_there_were(
     per_rank = wrap.on_ranks(ranks, mlp, body)
     missing = lacking([state for _, state in per_rank], SIZES)
     passes = [joined([came[number] for came, _ in per_rank]) for number in range(3)]
+    given = [own_gradient(n, r) for n in range(3) for r in range(ranks)]
     for key in passes[0]:
-        given = [own_gradient(n, r)[key].double() for n in range(3) for r in range(ranks)]
         total = sum(one[key].double() for one in passes).flatten() + missing[key]
-        torch.testing.assert_close(total, sum(given).flatten() / ranks, rtol=0, atol=1e-6)
+        expected = sum(one[key].double() for one in given).flatten() / ranks
+        torch.testing.assert_close(total, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD], ids=str)

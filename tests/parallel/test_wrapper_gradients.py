@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_models import TASKS, DefinedBackwards, loss_of, mlp, noise, seeded, vectors
-from ddp_runs import assert_close, gradients, mean_of, rows_of
+from ddp_models import DefinedBackwards, loss_of, mlp, noise, seeded, vectors
+from ddp_runs import assert_close, gradients, mean_of
 from fsdp_runs import FULL_SHARD, gradient_pieces, joined
 from torch import Tensor, nn
 from wrappings import (
@@ -21,7 +21,7 @@ from wrappings import (
     every_wrapping,
 )
 
-from phalanx import DDP, FSDP, Backend, simulate
+from phalanx import Backend
 
 
 def rows(seed: int) -> Tensor:
@@ -198,32 +198,6 @@ NESTED = {
 def test_they_are_so_whatever_is_unsharded_together(unit: Any, wrap: Wrapping):
     (found,) = wrap.gradients(3, MODELS["Deep"], backward, fsdp={"unit": unit})
     assert_gradients(found, 3, MODELS["Deep"], backward)
-
-
-@pytest.mark.checkered
-@pytest.mark.parametrize("kind", [DDP, FSDP])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
-@pytest.mark.parametrize("task", TASKS)
-def test_gradients_equal_the_single_process_gradients_of_the_joined_batch(
-    task: str, world_size: int, kind: Any
-):
-    build, batch = TASKS[task]
-    inputs, targets = batch(12)
-    plain = build()
-    loss_of(plain(inputs), targets).backward()
-    options = {"bucket_size": 200} if kind is DDP else {}
-
-    def run(backend: Backend) -> list[Any]:
-        wrapped = kind(build(), backend, **options)
-        found = []
-        for _ in range(3):  # the second pass has other buckets than the first
-            wrapped.zero_grad()
-            loss_of(wrapped(rows_of(inputs, backend)), rows_of(targets, backend)).backward()
-            found.append(gradient_pieces(wrapped))
-        return found
-
-    for pieces in zip(*simulate(run, world_size), strict=True):
-        assert_close(joined(pieces), gradients(plain), rtol=1e-4, atol=1e-6)
 
 
 # Passes of every kind --------------------------------------------------------------------------

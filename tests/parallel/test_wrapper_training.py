@@ -178,9 +178,21 @@ SHARDED = [  # ranks, strategy, where, model: each pair of the last three is the
     (8, HYBRID(4), MESSAGES, "defined backwards"),
     (8, FULL_SHARD, COMMON, "batch norm"),
 ]
+OVER_TCP = [  # ranks, bucket size, model: each pair is there of 2 and 3 ranks, and of the last two
+    (1, 1, "mlp"),
+    (2, 1, "convnet"),
+    (2, 1 << 20, "mlp"),
+    (2, 1 << 20, "tied transformer"),
+    (2, 1, "defined backwards"),
+    (3, 1, "mlp"),
+    (3, 1, "tied transformer"),
+    (3, 1 << 20, "convnet"),
+    (3, 1 << 20, "defined backwards"),
+]
 CASES = [
     *((ranks, ddp(), task, "SGD") for ranks in range(1, 5) for task in TASKS),
     *((ranks, ddp(where), "batch norm", "SGD") for ranks, where in ((2, SHM), (3, MESSAGES))),
+    *((ranks, ddp(MESSAGES, bucket_size=size), task, "Adam") for ranks, size, task in OVER_TCP),
     *(
         (ranks, fsdp(strategy, where), task, optimizer)
         for (ranks, strategy, where, task), optimizer in zip(

@@ -110,6 +110,7 @@ def test_a_loss_that_depends_on_no_parameter_on_one_rank_counts_as_zeros(wrap: W
 # Errors ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.checkered
 @every_ddp
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("culprits", ["one rank", "every rank"])

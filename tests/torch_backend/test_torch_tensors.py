@@ -117,6 +117,7 @@ def test_backward_after_what_an_operator_has_saved_was_reduced() -> None:
 # Tensors that were made in inference mode ------------------------------------------------------
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("kind", ["auto", "tcp"])
 @pytest.mark.parametrize("later", [False, True], ids=["blocking", "async"])
 @pytest.mark.parametrize("count", [4, 20_000])

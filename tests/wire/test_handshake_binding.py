@@ -95,13 +95,13 @@ def test_no_bit_of_the_conversation_about_tls_can_be_changed() -> None:
 
 
 @pytest.mark.parametrize("apart", [True, False])
-@pytest.mark.parametrize("offer", range(256))
-def test_a_middle_cannot_change_what_a_rank_says_about_tls(offer: int, apart: bool) -> None:
-    caller = dialer(offer=able(b"dialer's", apart=apart))
-    said = caller._offer.byte
-    changes = {0: put(HELLO_FIELDS["offer"], bytes([offer]))}
-    found = let_in(caller, acceptor(offer=able(b"acceptor's", apart=False)), changes)
-    assert found == ((True, True) if offer == said else (False, False))
+def test_a_middle_cannot_change_what_a_rank_says_about_tls(apart: bool) -> None:
+    for offer in range(256):
+        caller = dialer(offer=able(b"dialer's", apart=apart))
+        changes = {0: put(HELLO_FIELDS["offer"], bytes([offer]))}
+        found = let_in(caller, acceptor(offer=able(b"acceptor's", apart=False)), changes)
+        same = offer == caller._offer.byte
+        assert found == ((True, True) if same else (False, False)), offer
 
 
 CALLERS = {
