@@ -50,7 +50,7 @@ WITH_DDP = {
 BUDGETS = {  # of each package: lines, files
     ".": (915, 6),  # the package's own files
     "aggregation": (1_800, 7),
-    "checkpoint": (3_560, 14),
+    "checkpoint": (3_575, 14),
     "cli": (1_155, 9),
     "collectives": (5_200, 24),
     "compression": (1_770, 7),
@@ -61,7 +61,7 @@ BUDGETS = {  # of each package: lines, files
     "ops": (740, 3),  # without its packages
     "ops.bench": (2_070, 8),
     "ops.clusters": (880, 5),
-    "ops.interop": (970, 4),
+    "ops.interop": (955, 4),
     "ops.observe": (4_170, 20),
     "parallel": (4_051, 21),
     "pipeline": (1_950, 8),

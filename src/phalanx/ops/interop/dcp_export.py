@@ -32,13 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from phalanx import files
 from phalanx.checkpoint.manifest import OptimizerRecord, StateRecord, TensorRecord
 from phalanx.checkpoint.storage import new_folder
-from phalanx.checkpoint.stored import (
-    Advance,
-    Begin,
-    Exported,
-    StoredCheckpoint,
-    nbytes_of,
-)
+from phalanx.checkpoint.stored import Advance, Begin, Exported, StoredCheckpoint, nbytes_of
 from phalanx.checkpoint.tensor_files import HELD, Reader
 from phalanx.errors import CheckpointMismatchError, UnsupportedOperationError
 from phalanx.parallel.wrapper import Slice

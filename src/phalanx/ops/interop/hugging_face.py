@@ -26,10 +26,7 @@ from phalanx import files
 from phalanx.checkpoint.manifest import TensorRecord
 from phalanx.checkpoint.parts import WholeModel
 from phalanx.checkpoint.safetensors_format import DTYPE_NAMES, INDEX, SINGLE, header_bytes
-from phalanx.checkpoint.storage import (
-    new_folder,
-    write_file,
-)
+from phalanx.checkpoint.storage import new_folder, write_file
 from phalanx.checkpoint.stored import (
     Advance,
     Begin,
