@@ -139,16 +139,8 @@ def trace_command(
     png = page.picture_beside(path) if as_png else None
     merged = merge(folder, output)
     table = Table(box=None, pad_edge=False)
-    for name in (
-        "rank",
-        "operations",
-        "MiB",
-        "waiting s",
-        "communicating s",
-        "errors",
-        "last",
-        "by s",
-    ):
+    times = "waiting s", "communicating s"
+    for name in ("rank", "operations", "MiB", *times, "errors", "last", "by s"):
         table.add_column(name, justify="right", no_wrap=True)
     for rank in merged.ranks:
         seconds = dict(zip(STATES, merged.profile.ranks[rank.rank].totals(), strict=True))
