@@ -50,9 +50,9 @@ WITH_DDP = {
 BUDGETS = {  # of each package: lines, files
     ".": (918, 6),  # the package's own files
     "aggregation": (1_800, 7),
-    "checkpoint": (3_560, 14),
+    "checkpoint": (3_575, 14),
     "cli": (1_085, 7),
-    "collectives": (5_200, 24),
+    "collectives": (5_190, 24),
     "compression": (1_770, 7),
     "core": (5_445, 21),
     "fsdp": (2_640, 10),
@@ -73,8 +73,8 @@ BUDGETS = {  # of each package: lines, files
     "transport.tcp": (3_575, 11),
     "wire": (1_340, 6),
 }
-LONGEST_BODY = 53  # lines of a function, without signature and docstring
-OVER_40 = 16  # functions that have more than 40
+LONGEST_BODY = 45  # lines of a function, without signature and docstring
+OVER_40 = 5  # functions that have more than 40
 
 
 def module_of(path: Path) -> str:

@@ -24,8 +24,8 @@ TESTS = Path(__file__).parents[1]
 SCRIPTS = MappingProxyType(
     {
         # name: the script, its arguments in the short form, and in the long one
-        "starts": ("attacks/starts.py", ["--short"], ["--rounds", "3"]),
-        "store": ("attacks/store.py", ["--short"], ["--count", "8"]),
+        "starts": ("attacks/starts.py", ["--short"], ["--rounds", "2"]),
+        "store": ("attacks/store.py", ["--short"], ["--count", "5"]),
         "tls": ("attacks/tls.py", ["--short"], []),
         "files": ("attacks/files.py", ["--short"], []),
         "local users": ("attacks/local_users.py", ["--short"], []),

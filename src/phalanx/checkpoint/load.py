@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -207,28 +208,9 @@ class _Load:
 def _into_model(model: state.ModelState, manifest: Manifest, reader: Reader) -> Iterator[list[str]]:
     here = {**model.parameters, **model.buffers}
     there = {name: manifest.aliases.get(name, name) for name in here}
-    missing = [name for name in here if there[name] not in manifest.model]
-    missing += [key for key in model.stateful if key not in manifest.values]
-    if missing:
-        raise CheckpointMismatchError(
-            f"it has no {shown(missing)}, which the model has: load it into the model that was "
-            "saved"
-        )
-    wrong = []
-    for name, shard in here.items():
-        record = manifest.model[there[name]]
-        dtype = str(shard.tensor.dtype).removeprefix("torch.")
-        if (record.dtype, record.shape) != (dtype, shard.slice.shape):
-            wrong.append(
-                f"{name} is {record.dtype} {list(record.shape)} there and {dtype} "
-                f"{list(shard.slice.shape)} here"
-            )
-    if wrong:
-        raise CheckpointMismatchError(f"it is of another model: {shown(wrong)}")
-    loaded = [
-        (shard.tensor, reader.part(manifest.model[there[name]], shard.slice))
-        for name, shard in here.items()
-    ]
+    _check_model(model, there, manifest)
+    records = {name: manifest.model[stored] for name, stored in there.items()}
+    loaded = [(has.tensor, reader.part(records[name], has.slice)) for name, has in here.items()]
     for key in model.stateful:
         reader.request(manifest.values[key])
     own_states = []
@@ -250,6 +232,28 @@ def _into_model(model: state.ModelState, manifest: Manifest, reader: Reader) -> 
         module.set_extra_state(from_json(manifest.values[key], reader.whole))
 
 
+def _check_model(model: state.ModelState, there: Mapping[str, str], manifest: Manifest) -> None:
+    """Raise `CheckpointMismatchError` unless all of the model is there, in the same shapes."""
+    missing = [name for name, stored in there.items() if stored not in manifest.model]
+    missing += [key for key in model.stateful if key not in manifest.values]
+    if missing:
+        raise CheckpointMismatchError(
+            f"it has no {shown(missing)}, which the model has: load it into the model that was "
+            "saved"
+        )
+    wrong = []
+    for name, shard in (*model.parameters.items(), *model.buffers.items()):
+        record = manifest.model[there[name]]
+        dtype = str(shard.tensor.dtype).removeprefix("torch.")
+        if (record.dtype, record.shape) != (dtype, shard.slice.shape):
+            wrong.append(
+                f"{name} is {record.dtype} {list(record.shape)} there and {dtype} "
+                f"{list(shard.slice.shape)} here"
+            )
+    if wrong:
+        raise CheckpointMismatchError(f"it is of another model: {shown(wrong)}")
+
+
 StateToLoad = Tensor | Json
 """State for a parameter under one key: a flat tensor of the parameter's shape, or a value."""
 
@@ -267,11 +271,8 @@ def _into_optimizer(
             "it without the optimizer"
         )
     group_of = {name: at for at, group in enumerate(saved.groups) for name in group.parameters}
-    there = {
-        name: name if name in group_of else manifest.aliases.get(name, name)
-        for group in groups
-        for name in group
-    }
+    names = chain.from_iterable(groups)
+    there = {name: name if name in group_of else manifest.aliases.get(name, name) for name in names}
     missing = [name for name, stored in there.items() if stored not in group_of]
     if missing:
         raise CheckpointMismatchError(
@@ -294,20 +295,29 @@ def _into_optimizer(
 
     optimizer.state.clear()
     for group, given, of_group in zip(optimizer.param_groups, options, states, strict=True):
-        for key, value in from_json(given, reader.copy).items():
-            if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
-                group[key].copy_(value)  # a captured graph refers to this tensor
-            else:
-                group[key] = value
-        flags: tuple[Any, Any] = group.get("capturable"), group.get("fused")
-        steps_on_cpu = not any(flag is True for flag in flags)
-        for parameter, found in of_group.items():
-            if found:
-                optimizer.state[parameter] = {
-                    key: _placed(value, parameter, reader, key == "step" and steps_on_cpu)
-                    for key, value in found.items()
-                }
+        _fill_group(optimizer, group, from_json(given, reader.copy), of_group, reader)
     optimizer.state.update(from_json(saved.shared, reader.copy))
+
+
+def _fill_group(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    options: Mapping[str, object],
+    states: Mapping[Tensor, Mapping[str, StateToLoad]],
+    reader: Reader,
+) -> None:
+    for key, value in options.items():
+        if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
+            group[key].copy_(value)  # a captured graph refers to this tensor
+        else:
+            group[key] = value
+    steps_on_cpu = not any(group.get(flag) is True for flag in ("capturable", "fused"))
+    for parameter, found in states.items():
+        if found:
+            optimizer.state[parameter] = {
+                key: _placed(value, parameter, reader, key == "step" and steps_on_cpu)
+                for key, value in found.items()
+            }
 
 
 def _options_of(number: int, group_of: Mapping[str, int], saved: OptimizerRecord) -> Json:

@@ -124,11 +124,8 @@ class _Said(msgspec.Struct, gc=False):
 _PLACES = re.compile(rb'"data_offsets"\s*:\s*\[')
 
 
-def read_header(path: str) -> dict[str, TensorEntry]:
-    """Read the place of each tensor in a file. The file may come from a stranger.
-
-    Raises `CheckpointDamagedError` for a header that contradicts itself, `CheckpointNotFoundError`.
-    """
+def _header_text(path: str) -> tuple[bytearray, int]:
+    """Return a file's header, not decoded, and the file's size."""
     try:
         with files.reading(path, follow=True) as descriptor:
             size = os.fstat(descriptor).st_size
@@ -144,11 +141,20 @@ def read_header(path: str) -> dict[str, TensorEntry]:
             read_into(descriptor, path, memoryview(text), 8)
     except FileNotFoundError:
         raise CheckpointNotFoundError(f"there is no {path}") from None
+    return text, size
+
+
+def read_header(path: str) -> dict[str, TensorEntry]:
+    """Read the place of each tensor in a file. The file may come from a stranger.
+
+    Raises `CheckpointDamagedError` for a header that contradicts itself, `CheckpointNotFoundError`.
+    """
+    text, size = _header_text(path)
     said = decode(text, dict[str, _Said], path)
     said.pop(METADATA, None)
     if len(_PLACES.findall(text)) > len(said):
         raise CheckpointDamagedError(f"{path} cannot be read: a name is there twice")
-    first, found, places = 8 + length, {}, []
+    first, found, places = 8 + len(text), {}, []
     for name, entry in said.items():
         shape, place = entry.shape, entry.data_offsets
         if type(shape) is not tuple or type(place) is not tuple:

@@ -142,8 +142,8 @@ def trace_command(
     png = page.beside(path, ".png") if as_png else None
     merged = merge(folder, output)
     table = Table(box=None, pad_edge=False)
-    names = "rank, operations, MiB, waiting s, communicating s, errors, last, by s"
-    for name in names.split(", "):
+    times = "waiting s", "communicating s"
+    for name in ("rank", "operations", "MiB", *times, "errors", "last", "by s"):
         table.add_column(name, justify="right", no_wrap=True)
     for rank in merged.ranks:
         size, late = f"{rank.bytes / (1 << 20):.1f}", f"{rank.late:.3f}"

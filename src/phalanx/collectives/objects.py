@@ -103,12 +103,8 @@ def _exchange(
 
     def objects() -> T:
         parts = (buffers[CONTENT][slice(*place)] for place in places)
-        return result(
-            [
-                _decoded(part, name, owner, backend)
-                for part, owner in zip(parts, owners, strict=True)
-            ]
-        )
+        owned = zip(parts, owners, strict=True)
+        return result([_decoded(part, name, owner, backend) for part, owner in owned])
 
     tuning = tuning_of(backend)
     told = [f"root {root}" if gather in ROOTED else "", label, tuning and f"tuning {tuning}"]

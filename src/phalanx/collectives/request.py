@@ -29,13 +29,7 @@ from phalanx.core.backend import Backend
 from phalanx.core.steps import Program
 from phalanx.core.work import Work
 from phalanx.errors import SizeMismatchError
-from phalanx.wire.memory import (
-    check_distinct,
-    copy_bits,
-    is_plain,
-    plain,
-    why_not_movable,
-)
+from phalanx.wire.memory import check_distinct, copy_bits, is_plain, plain, why_not_movable
 
 PendingCollective = Work  # its public name
 

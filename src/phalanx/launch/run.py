@@ -108,6 +108,11 @@ class Job:
                 "reaches these hosts may read, join and end the job"
             )
         check_observers(os.environ)
+        self._check_target()
+        check_listening(self.ranks)
+        self.processors()
+
+    def _check_target(self) -> None:
         path, top = Path(self.target), self.target.partition(".")[0]
         if self.module:
             # Only the outermost name: looking further would import it, here.
@@ -118,8 +123,6 @@ class Job:
             what = "a folder without __main__.py" if path.is_dir() else "not there"
             hint = "; for a module, add -m" if os.sep not in self.target and not path.suffix else ""
             raise MisuseError(f"the script {self.target} is {what} (in {Path.cwd()}){hint}")
-        check_listening(self.ranks)
-        self.processors()
 
     def token(self) -> str:
         """Return the job's token: that of the environment, or a fresh one for a job on one host.

@@ -237,13 +237,8 @@ class Pipeline(Wrapper):
             if timeout is not None:
                 check_timeout(timeout)
             counts = self._samples(inputs, targets, loss, config.num_micro_batches if train else 1)
-            for name, parameter in self._never_averaged.items() if train else ():
-                if parameter.requires_grad:
-                    raise MisuseError(
-                        f"{name} is trained outside of what averages gradients, such as DDP, and "
-                        "other layers inside: its replicas would differ. Let each rank wrap all "
-                        "layers of its own that it trains, or no rank any"
-                    )
+            if train:
+                self._check_averaged()
         except Exception as error:
             problem = error
         metadata = step_metadata(self.module, inputs if rank == 0 and problem is None else None)
@@ -271,15 +266,27 @@ class Pipeline(Wrapper):
         except RankStopped:
             raise
         except BaseException as error:
-            told = _told_to_all(error, rank, step.doing)
-            # Replicas may wait for this rank in a layer's averages.
-            wrappers = [part for part in self.modules() if isinstance(part, Wrapper)]
-            groups = dict.fromkeys(wrapper.backend for wrapper in wrappers)
-            causes = [group.failure.culprit for group in groups if group.failure is not None]
-            peer = rank if told.peer is None or told.peer >= backend.world_size else told.peer
-            for group in groups:
-                group.fail(told, culprit=causes[0] if causes else backend.ranks[peer])
+            self._fail_replicas(_told_to_all(error, rank, step.doing))
             raise
+
+    def _fail_replicas(self, error: DistributedError) -> None:
+        """Break the groups of the layers' wrappers: replicas may wait there for this rank."""
+        backend, peer = self.backend, error.peer
+        wrappers = [part for part in self.modules() if isinstance(part, Wrapper)]
+        groups = dict.fromkeys(wrapper.backend for wrapper in wrappers)
+        causes = [group.failure.culprit for group in groups if group.failure is not None]
+        blamed = backend.rank if peer is None or peer >= backend.world_size else peer
+        for group in groups:
+            group.fail(error, culprit=causes[0] if causes else backend.ranks[blamed])
+
+    def _check_averaged(self) -> None:
+        for name, parameter in self._never_averaged.items():
+            if parameter.requires_grad:
+                raise MisuseError(
+                    f"{name} is trained outside of what averages gradients, such as DDP, and "
+                    "other layers inside: its replicas would differ. Let each rank wrap all "
+                    "layers of its own that it trains, or no rank any"
+                )
 
     def _samples(
         self, inputs: Tree, targets: Tree, loss: LossFunction, needed: int

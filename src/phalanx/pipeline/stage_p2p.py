@@ -24,11 +24,7 @@ from torch import Tensor
 
 from phalanx.collectives import PendingCollective, irecv, isend
 from phalanx.core.backend import Backend
-from phalanx.errors import (
-    MalformedObjectError,
-    UnsupportedObjectError,
-    UnsupportedOperationError,
-)
+from phalanx.errors import MalformedObjectError, UnsupportedObjectError, UnsupportedOperationError
 from phalanx.pipeline.schedules import ActionKind
 from phalanx.wire.codec import DTYPES, decode, encode
 from phalanx.wire.control import learned

@@ -32,12 +32,7 @@ from phalanx.torch_backend.operations import (
     only,
 )
 from phalanx.torch_backend.other_devices import NAME, OtherDevices, tensors_in
-from phalanx.torch_backend.work import (
-    UNSET,
-    ProcessGroupWork,
-    TogetherWork,
-    seconds_of,
-)
+from phalanx.torch_backend.work import UNSET, ProcessGroupWork, TogetherWork, seconds_of
 from phalanx.torch_internals import (
     at_end_of_backward,
     backward_number,
@@ -51,6 +46,7 @@ from phalanx.wire.memory import outside_inference_mode
 CPU = torch.device("cpu")
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 SUM = ReduceOp.SUM, 1.0  # of values that are not multiplied by a factor before
+SHORTEST = timedelta.resolution.total_seconds()  # in place of a timeout of 0
 CONTAINS_BACKENDS = (2, 14)  # the version from which on a group consists of backends
 autograd: Any = torch.autograd
 _profiled: Callable[[], bool] = autograd._profiler_enabled
@@ -273,49 +269,54 @@ class CollectiveMethods:
         rank 0 answers when all have. A timeout of 0 is not unset here: it passes at once, as Gloo's
         does. The errors have Gloo's words, for which torch's tests look.
         """
-        backend, nothing = self.backend, torch.empty(0)
-        allowed = backend.timeout
+        allowed = self.backend.timeout
         if timeout is not None and timeout >= UNSET:
             allowed = timeout.total_seconds()
-        seconds = allowed or timedelta.resolution.total_seconds()
-        late: list[int] = []
         try:
-            if backend.rank:
-                try:
-                    backend.send(nothing, 0, tag=MAX_TAG, timeout=seconds)
-                    backend.recv(nothing, 0, tag=MAX_TAG, timeout=seconds)
-                except CollectiveTimeoutError as error:
-                    error.message = (
-                        f"Rank {backend.rank} successfully reached monitoredBarrier, but received "
-                        f"errors while waiting for send/recv from rank 0: {error.message}"
-                    )
-                    raise
-                return
-            others = range(1, backend.world_size)
-            works = [
-                backend.irecv(nothing, other, tag=MAX_TAG, timeout=seconds) for other in others
-            ]
-            for other, work in zip(others, works, strict=True):
-                try:
-                    work.wait()
-                except CollectiveTimeoutError:
-                    late.append(other)
-                    if not wait_all_ranks:
-                        break
-            if late:
-                names = f"Rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
-                raise CollectiveTimeoutError(
-                    f"Rank 0 timed out in monitoredBarrier after {allowed:g} s: {names} failed to "
-                    "pass monitoredBarrier",
-                    rank=0,
-                    peer=late[0],
-                    op="monitored_barrier",
-                    seconds=allowed,
-                )
-            for other in others:
-                backend.send(nothing, other, tag=MAX_TAG, timeout=seconds)
+            if self.backend.rank:
+                _come_to_rank_0(self.backend, allowed or SHORTEST)
+            else:
+                _await_ranks(self.backend, allowed, every=wait_all_ranks)
         except DistributedError as error:
             raise as_torch(error) from None
+
+
+def _come_to_rank_0(backend: Backend, seconds: float) -> None:
+    nothing = torch.empty(0)
+    try:
+        backend.send(nothing, 0, tag=MAX_TAG, timeout=seconds)
+        backend.recv(nothing, 0, tag=MAX_TAG, timeout=seconds)
+    except CollectiveTimeoutError as error:
+        error.message = (
+            f"Rank {backend.rank} successfully reached monitoredBarrier, but received "
+            f"errors while waiting for send/recv from rank 0: {error.message}"
+        )
+        raise
+
+
+def _await_ranks(backend: Backend, allowed: float, *, every: bool) -> None:
+    nothing, seconds = torch.empty(0), allowed or SHORTEST
+    others, late = range(1, backend.world_size), []
+    works = [backend.irecv(nothing, other, tag=MAX_TAG, timeout=seconds) for other in others]
+    for other, work in zip(others, works, strict=True):
+        try:
+            work.wait()
+        except CollectiveTimeoutError:
+            late.append(other)
+            if not every:
+                break
+    if late:
+        names = f"Rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
+        raise CollectiveTimeoutError(
+            f"Rank 0 timed out in monitoredBarrier after {allowed:g} s: {names} failed to "
+            "pass monitoredBarrier",
+            rank=0,
+            peer=late[0],
+            op="monitored_barrier",
+            seconds=allowed,
+        )
+    for other in others:
+        backend.send(nothing, other, tag=MAX_TAG, timeout=seconds)
 
 
 def premultiplied(

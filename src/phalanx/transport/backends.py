@@ -19,11 +19,7 @@ from phalanx.core.call import check_timeout, check_world_size, whole_number
 from phalanx.core.device import device_kinds
 from phalanx.core.engine import Engine
 from phalanx.core.transport import IN_SHARED_MEMORY
-from phalanx.errors import (
-    BackendUnavailableError,
-    DistributedError,
-    InvalidRankError,
-)
+from phalanx.errors import BackendUnavailableError, DistributedError, InvalidRankError
 from phalanx.transport.shm.domain import HostDomain
 from phalanx.transport.tcp.addresses import check_listening, listen_as_master, with_interface
 from phalanx.transport.tcp.admission import check_token, find_token
@@ -120,11 +116,7 @@ class MeshBackend(Backend):
             await_name(endpoint, self.timeout)
         if self.sharing != "none":
             try:
-                who = mesh.identity
-                text = f"phalanx memory {who.generation} {who.job}".encode()
-                domain = HostDomain(
-                    rank, self.world_size, hmac.digest(mesh.token, text, "sha256")[:8]
-                )
+                domain = self._new_domain()
             except (OSError, AttributeError) as error:  # of a system that has no memfd_create
                 why_not = str(error)
         mesh.domain = domain
@@ -156,6 +148,11 @@ class MeshBackend(Backend):
             with self.engine.lock:
                 transport.share(domain)
                 self.share(transport.shared(self.group))
+
+    def _new_domain(self) -> HostDomain:
+        who, token = self._transport.mesh.identity, self._transport.mesh.token
+        text = f"phalanx memory {who.generation} {who.job}".encode()
+        return HostDomain(self.rank, self.world_size, hmac.digest(token, text, "sha256")[:8])
 
     def _all_attached(self, problems: Mapping[int, str], *, fall_back: bool) -> bool:
         """Return whether every rank has attached the memory of its host.

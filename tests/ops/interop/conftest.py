@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from checkpoint_fixtures import folder, one_thread_a_rank, victim
+from checkpoint_fixtures import folder, victim
 
-__all__ = ["folder", "one_thread_a_rank", "victim"]
+__all__ = ["folder", "victim"]

@@ -102,8 +102,7 @@ def run_ranks(request: BenchRequest, ranks: int, peers: PeerTable = PEERS) -> It
         folder = Path(path)
         write(str(folder / REQUEST), msgspec.json.encode(request))
         write(str(folder / FOUND), b"")
-        program = [sys.executable, "-m", "phalanx.ops.bench.rank", path]
-        program += [script for script in scripts if script]
+        program = [sys.executable, "-m", "phalanx.ops.bench.rank", path, *filter(None, scripts)]
         size = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
         shared = {k: v for k, v in os.environ.items() if not k.startswith("PHALANX_TOKEN")}
         shared |= {

@@ -97,7 +97,7 @@ class Rendezvous:
 
         `drive(over, deadline)` moves bytes until `over()`.
         """
-        mesh, addresses, deadline = self.mesh, self.mesh.addresses, monotonic() + timeout
+        mesh, deadline = self.mesh, monotonic() + timeout
         mesh.rendezvous = self._control_came
 
         def until(met: Callable[[], bool]) -> None:
@@ -111,22 +111,9 @@ class Rendezvous:
                 raise self._too_late(timeout)
 
         try:
-            if mesh.rank == 0:
-                assert self._listener is not None
-                addresses[0] = self._listen_as_rank_0(self._listener)
-                until(lambda: mesh.all_known)
-                self._tell_addresses()
-            else:
-                self._call(0, self.endpoint)
-                until(lambda: 0 in mesh.connections)
-                here = self._listen(self._listener_beside(mesh.connections[0].sock))
-                mesh.connections[0].send_control(Kind.ADDRESS, encode(here))
-                until(lambda: mesh.all_known)
-                for peer in self._peers():
-                    if 0 < peer < mesh.rank:
-                        self._call(peer, Endpoint(addresses[peer].host, addresses[peer].port))
+            self._exchange_addresses(until)
             until(lambda: not self._unconnected())
-            everyone = [addresses[rank] for rank in range(mesh.world_size)]
+            everyone = [mesh.addresses[rank] for rank in range(mesh.world_size)]
             if self._attach is not None:
                 self.problems[mesh.rank] = self._attach(everyone)
                 self._tell_problem()
@@ -150,6 +137,24 @@ class Rendezvous:
             ):
                 self._acceptor.close()
         return everyone
+
+    def _exchange_addresses(self, until: Callable[[Callable[[], bool]], None]) -> None:
+        """Learn all addresses by way of rank 0; begin to call the peers of lower rank."""
+        mesh, addresses = self.mesh, self.mesh.addresses
+        if mesh.rank == 0:
+            assert self._listener is not None
+            addresses[0] = self._listen_as_rank_0(self._listener)
+            until(lambda: mesh.all_known)
+            self._tell_addresses()
+            return
+        self._call(0, self.endpoint)
+        until(lambda: 0 in mesh.connections)
+        here = self._listen(self._listener_beside(mesh.connections[0].sock))
+        mesh.connections[0].send_control(Kind.ADDRESS, encode(here))
+        until(lambda: mesh.all_known)
+        for peer in self._peers():
+            if 0 < peer < mesh.rank:
+                self._call(peer, Endpoint(addresses[peer].host, addresses[peer].port))
 
     def _peers(self) -> Sequence[int]:
         """Return the ranks with which this one has to be connected."""
