@@ -11,7 +11,7 @@ import pytest
 import phalanx.launch.reaper as reaper_program
 from phalanx.launch.reaper import Reaper, end_session
 
-SLEEPER = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]
+SLEEPER = [sys.executable, "-I", "-S", "-c", "import signal; signal.pause()"]
 
 LAUNCHER = """
 import os, sys, time

@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from multiprocessing import connection
 from types import FrameType
@@ -72,7 +71,7 @@ def test_what_was_ignored_stays_ignored() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with Signals() as signals:
         send(signal.SIGHUP)
-        time.sleep(0.05)  # for what must not happen
+        assert connection.wait(signals.descriptors, 0) == []
         assert signals.received == []
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 

@@ -13,6 +13,7 @@ from contextlib import ExitStack, closing, suppress
 
 import msgspec
 import pytest
+from waiting import wait_until
 
 from phalanx.errors import AuthenticationError, BackendUnavailableError
 from phalanx.launch import store as module
@@ -98,8 +99,7 @@ def test_a_value_that_comes_is_heard_at_once_by_all_who_wait(stack: ExitStack) -
     ]
     for thread in threads:
         thread.start()
-    while len(server.waiting.get("key", ())) < 3:
-        time.sleep(0.001)
+    wait_until(lambda: len(server.waiting.get("key", ())) == 3)
     join(stack, server).set("key", "value")
     for thread in threads:
         thread.join(PATIENCE)

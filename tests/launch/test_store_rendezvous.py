@@ -45,6 +45,13 @@ def token(monkeypatch: pytest.MonkeyPatch) -> str:
     return TOKEN
 
 
+@pytest.fixture
+def two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks each is on a host of its own."""
+    hosts = iter(["one", "another"])
+    monkeypatch.setattr(store_rendezvous, "host_id", lambda: next(hosts))
+
+
 def meet(
     store: Any, rank: int, size: int = 2, timeout: float = 20.0, address: str = ADDRESS
 ) -> RendezvousAnswer:
@@ -192,11 +199,9 @@ def test_a_rank_without_a_token_is_told_at_once(monkeypatch: pytest.MonkeyPatch)
     assert "rank 1 and rank 0 do not hold the same token" in str(found[1])
 
 
-def test_all_ranks_hear_why_rank_0_cannot_listen(
-    token: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, hosts = dist.HashStore(), iter(["one", "another"])
-    monkeypatch.setattr(store_rendezvous, "host_id", lambda: next(hosts))
+@pytest.mark.usefixtures("token", "two_hosts")
+def test_all_ranks_hear_why_rank_0_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
     monkeypatch.setenv("PHALANX_INTERFACE", "there-is-none")
     parts = [
         StoreRendezvous(Entries(store, SCOPE, "sealed"), rank, 2, 20.0, "init") for rank in (0, 1)
@@ -219,21 +224,19 @@ def test_without_a_token_only_an_address_of_this_host_is_taken() -> None:
         assert words in str(found[1])
 
 
-def test_without_a_token_several_hosts_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("two_hosts")
+def test_without_a_token_several_hosts_do_not_meet() -> None:
     store = dist.HashStore()
-    hosts = iter(["one", "another"])
-    monkeypatch.setattr(store_rendezvous, "host_id", lambda: next(hosts))
     for error in failures(*(lambda rank=rank: meet(store, rank) for rank in (0, 1))):
         assert isinstance(error, AuthenticationError)
         assert "PHALANX_TRUST_STORE=1" in str(error)
 
 
+@pytest.mark.usefixtures("two_hosts")
 def test_a_store_that_is_trusted_brings_a_token_and_any_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PHALANX_TRUST_STORE", "1")
-    hosts = iter(["one", "another"])
-    monkeypatch.setattr(store_rendezvous, "host_id", lambda: next(hosts))
     answers = all_ranks(dist.HashStore())
     assert {answer.token for answer in answers} == {"a fresh token"}
 

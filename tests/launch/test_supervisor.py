@@ -13,10 +13,10 @@ from phalanx.launch.reaper import Reaper
 from phalanx.launch.report import RankExit, RankReport, root_cause
 from phalanx.launch.supervisor import Supervisor
 
-SLEEP = "import time; time.sleep(60)"
+PAUSE = "import signal; signal.pause()"
 STUBBORN = (
-    "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-    "os.write(1, b'!'); time.sleep(60)"
+    "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "os.write(1, b'!'); signal.pause()"
 )
 
 
@@ -62,7 +62,7 @@ def test_it_is_done_when_every_rank_has_ended_well(reaper: Reaper) -> None:
 
 def test_ranks_that_owe_a_result_are_done_when_they_have_reported_it(reaper: Reaper) -> None:
     with Supervisor(reaper, results=True) as ranks:
-        start(ranks, reporting(RankReport.of_result(0, "a"), SLEEP), "")
+        start(ranks, reporting(RankReport.of_result(0, "a"), PAUSE), "")
         assert watch(ranks) == "failed"
         assert culprit(ranks) == 1
     with Supervisor(reaper, results=True) as ranks:
@@ -88,7 +88,7 @@ def test_a_report_may_be_larger_than_a_pipe(reaper: Reaper) -> None:
 
 def test_after_a_failure_the_others_are_stopped_and_are_not_the_cause(reaper: Reaper) -> None:
     with Supervisor(reaper) as ranks:
-        start(ranks, SLEEP, "raise SystemExit(7)")
+        start(ranks, PAUSE, "raise SystemExit(7)")
         assert watch(ranks) == "failed"
         ranks.stop()
     assert codes(ranks.exits()) == [-signal.SIGTERM, 7]
@@ -96,11 +96,20 @@ def test_after_a_failure_the_others_are_stopped_and_are_not_the_cause(reaper: Re
 
 
 def test_a_failure_that_follows_waits_for_the_one_that_it_follows_from(reaper: Reaper) -> None:
-    lost = reporting(RankReport(0, True, summary="a lost peer", follows=True), SLEEP)
+    lost = reporting(RankReport(0, True, summary="a lost peer", follows=True), PAUSE)
+    reader, writer = os.pipe()
+    told = f"import os; os.read({reader}, 1); raise SystemExit(7)"
     with Supervisor(reaper) as ranks:
-        start(ranks, lost, "import time; time.sleep(0.2); raise SystemExit(7)")
+        start(ranks, lost)
+        ranks.start(1, told, environ=os.environ, options=["-I", "-S"], inherit=[reader])
+        while not ranks.exits():
+            ranks.wait()
+        assert ranks.state() == "running"
+        os.write(writer, b"!")
         assert watch(ranks) == "failed"
         assert culprit(ranks) == 1
+    os.close(reader)
+    os.close(writer)
 
 
 def test_a_rank_that_does_not_stop_is_killed(reaper: Reaper) -> None:
@@ -122,7 +131,7 @@ def test_what_a_failed_rank_has_started_ends_with_it(reaper: Reaper) -> None:
     program = (
         "import os, subprocess, sys\n"
         "pipe = int(sys.argv[2])\n"
-        f"subprocess.Popen([sys.executable, '-I', '-S', '-c', {SLEEP!r}], pass_fds=[pipe])\n"
+        f"subprocess.Popen([sys.executable, '-I', '-S', '-c', {PAUSE!r}], pass_fds=[pipe])\n"
         "os._exit(3)"
     )
     reader, writer = os.pipe()
@@ -138,7 +147,7 @@ def test_what_a_failed_rank_has_started_ends_with_it(reaper: Reaper) -> None:
 def test_what_a_rank_that_ended_well_has_left_behind_is_left_alone(reaper: Reaper) -> None:
     program = (
         "import subprocess, sys\n"
-        f"left = subprocess.Popen([sys.executable, '-I', '-S', '-c', {SLEEP!r}])\n"
+        f"left = subprocess.Popen([sys.executable, '-I', '-S', '-c', {PAUSE!r}])\n"
         "print(left.pid)"
     )
     reader, writer = os.pipe()

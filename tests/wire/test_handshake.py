@@ -7,9 +7,9 @@ from forms import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.wire import handshake
 from phalanx.wire.handshake import (
     NO_OFFER,
+    PROTOCOL_VERSION,
     AcceptorHandshake,
     DialerHandshake,
     Handshake,
@@ -153,14 +153,12 @@ def test_without_the_same_token_neither_side_lets_the_other_in(theirs: bytes) ->
     assert "PHALANX_TOKEN" in refused.reason
 
 
-def test_another_version_of_the_protocol_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    caller = dialer()
-    monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 1)
-    hello = caller.start()
-    monkeypatch.undo()
-    ours = handshake.PROTOCOL_VERSION
-    with pytest.raises(Refused, match=f"speaks protocol version 1, this rank {ours}"):
-        acceptor().receive(hello)
+def test_another_version_of_the_protocol_is_told_apart() -> None:
+    hello, ours = dialer().start(), PROTOCOL_VERSION.to_bytes(2, "little")
+    before, version, after = hello.partition(ours)
+    assert len(before) == 7, "the version is what a caller says first"
+    with pytest.raises(Refused, match=f"speaks protocol version 1, this rank {PROTOCOL_VERSION}"):
+        acceptor().receive(before + (1).to_bytes(len(version), "little") + after)
 
 
 def test_an_unauthenticated_caller_is_not_told_whether_a_rank_is_there() -> None:
