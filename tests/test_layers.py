@@ -74,7 +74,7 @@ BUDGETS = {  # of each package: lines, files
     "wire": (1_340, 6),
 }
 LONGEST_BODY = 45  # lines of a function, without signature and docstring
-OVER_40 = 5  # functions that have more than 40
+OVER_40 = 4  # functions that have more than 40
 
 
 def module_of(path: Path) -> str:

@@ -192,6 +192,7 @@ def test_a_rank_that_was_lost_before_the_service_began_is_not_waited_for(
     cluster: Cluster,
 ) -> None:
     def run(backend: Backend) -> dict[int, int]:
+        backend.barrier()  # all have formed: a rank of Gloo may be in the group, and others not yet
         if backend.rank == 2:
             whole(backend).abort()
             return {}

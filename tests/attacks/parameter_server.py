@@ -31,7 +31,7 @@ def be_a_rank(case: str, mode: str) -> None:
     import phalanx
     from phalanx.aggregation import ParameterServer, ServerMode
 
-    backend = phalanx.init("tcp", timeout=20)
+    backend = phalanx.init("tcp", timeout=60)
     params = [torch.zeros(4)]
     name = ["SERVER", "HONEST", "LIAR"][backend.rank]
     try:
@@ -41,12 +41,12 @@ def be_a_rank(case: str, mode: str) -> None:
                 backend,
                 lambda p: torch.optim.SGD(p, 0.1),
                 mode=getattr(ServerMode, mode),
-                timeout=6,
+                timeout=20,
             )
             ends = "FINITE" if record.params[0].isfinite().all() else "POISONED"
             print(f"{name} ENDED {ends} {record.dropped}", flush=True)
         elif backend.rank == 1:
-            with ParameterServer.connect(params, backend, timeout=15) as client:
+            with ParameterServer.connect(params, backend, timeout=40) as client:
                 for _ in range(5):
                     client.push([torch.ones(4)])
                     client.pull()
