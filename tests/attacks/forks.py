@@ -89,7 +89,7 @@ class Forks:
             elif act == "wait":
                 work.wait()
             elif act == "killed":
-                time.sleep(30)
+                signal.pause()
             elif act == "close":
                 with self._backend:
                     self._backend.abort()

@@ -111,8 +111,8 @@ def liar(folder: Path, token: str) -> bool:
     own = Path(tempfile.mkdtemp(dir=folder))
     os.chown(own, VICTIM, VICTIM)
     program = (
-        "import os, time; fd = os.open('secret', os.O_RDWR | os.O_CREAT, 0o600);"
-        f"os.write(fd, b'S' * {len(SECRET)}); print(fd, flush=True); time.sleep(60)"
+        "import os, signal; fd = os.open('secret', os.O_RDWR | os.O_CREAT, 0o600);"
+        f"os.write(fd, b'S' * {len(SECRET)}); print(fd, flush=True); signal.pause()"
     )
     holder = start(VICTIM, own, "-c", program)
     try:

@@ -7,15 +7,15 @@ for a machine that does nothing else. Without root some say that they are skippe
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import runpy
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from processes import run_job, run_python
 
 HERE = Path(__file__).parent
 SHORT = {
     "forks": ["--short"],
-    "parameter_server": ["--short"],
     "store": ["--short", "torchrun_token"],
     "local_users": ["--short", "foreign_folder_of_a_watched_job"],
     "tls": ["--short", "plain"],
@@ -25,13 +25,8 @@ SHORT = {
 
 def play(name: str) -> str:
     """Return what it says if the job did not hold, or ""."""
-    ended = subprocess.run(
-        [sys.executable, str(HERE / f"{name}.py"), *SHORT[name]],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    words = [str(HERE / f"{name}.py"), *SHORT[name]]
+    ended = run_python(words, environ={**os.environ, "OMP_NUM_THREADS": "1"})
     held = ended.returncode == 0 and (" of " in ended.stdout or "skipped" in ended.stdout)
     return "" if held else f"{name}: {ended.stdout}{ended.stderr}"
 
@@ -39,3 +34,12 @@ def play(name: str) -> str:
 def test_a_job_holds_off_the_short_form_of_every_attack() -> None:
     with ThreadPoolExecutor(3) as pool:  # they wait more than they compute
         assert not "".join(pool.map(play, SHORT))
+
+
+def test_a_parameter_server_holds_off_the_short_form_of_its_attacks() -> None:
+    script = str(HERE / "parameter_server.py")
+    attack = runpy.run_path(script)
+    for case, mode in attack["SHORT"]:
+        ranks = run_job([script, case, mode], 3)
+        said = "".join(rank.stdout + rank.stderr for rank in ranks)
+        assert attack["has_come"](case, mode, said), said

@@ -11,24 +11,27 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for scripts that import this
+
+from waiting import PATIENCE, wait_until
+
 RUN = [sys.executable, "-m", "phalanx.launch"]  # as `phalanx run`
 LAUNCHERS = ("PHALANX_", "TORCH", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_", "SLURM_")
-PATIENCE = 60.0
 
 WAYS_TO_WAIT = {
-    "sleeps": "time.sleep(600)",
+    "sleeps": "signal.pause()",
     "hears no signal": (
         "for name in ('SIGTERM', 'SIGINT', 'SIGHUP'):\n"
         "    signal.signal(getattr(signal, name), signal.SIG_IGN)\n"
-        "time.sleep(600)"
+        "signal.pause()"
     ),
-    "is in a long C call": "ctypes.PyDLL(None).sleep(600)",
+    "is in a long C call": "ctypes.PyDLL(None).pause()",
     "has processes of its own": (
-        "ignore = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); '\n"
-        "child = ignore + 'time.sleep(600)'\n"
+        "ignore = 'import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); '\n"
+        "child = ignore + 'signal.pause()'\n"
         "child_process = subprocess.Popen([sys.executable, '-c', child])\n"
-        "multiprocessing.get_context('fork').Process(target=time.sleep, args=(600,)).start()\n"
-        "time.sleep(600)"
+        "multiprocessing.get_context('fork').Process(target=signal.pause).start()\n"
+        "signal.pause()"
     ),
 }
 """What a rank does, as Python, until it is ended."""
@@ -103,19 +106,19 @@ class Launch:
 
     def wait_for(self, ranks: int) -> None:
         """Wait until so many ranks have begun to wait (they leave a file each)."""
-        deadline = time.monotonic() + PATIENCE
         ready = self.folder / "ready"
-        while len(list(ready.iterdir())) < ranks:
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < deadline, "the ranks do not come"
-            time.sleep(0.01)
+
+        def have_come() -> bool:
+            come = len(list(ready.iterdir())) >= ranks
+            assert come or self.process.poll() is None, self.process.communicate()
+            return come
+
+        wait_until(have_come, f"{ranks} ranks have come")
 
     def seconds_until_all_have_ended(self) -> float:
         """How long it takes, from now, until no process is left."""
         begin = time.monotonic()
-        while self.alive():
-            assert time.monotonic() < begin + PATIENCE, f"{self.alive()} live on"
-            time.sleep(0.01)
+        wait_until(lambda: not self.alive(), lambda: f"{self.alive()} have ended")
         return time.monotonic() - begin
 
 

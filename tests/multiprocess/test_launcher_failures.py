@@ -5,11 +5,11 @@ from __future__ import annotations
 import resource
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from launchers import RUN, Launch, environ_without_launcher, finish, run_script
+from processes import run_python
 
 ENDS_EARLY = """
 import os, signal, sys
@@ -56,14 +56,8 @@ def test_rank_0_by_hand_says_that_its_port_is_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         by_hand = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        ended = subprocess.run(
-            [sys.executable, "-c", "from phalanx.launch.init import init; init()"],
-            env={**environ_without_launcher(), **by_hand},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
-        )
+        code = "from phalanx.launch.init import init; init()"
+        ended = run_python(["-c", code], environ={**environ_without_launcher(), **by_hand})
     last = ended.stderr.splitlines()[-1]
     assert last.startswith("phalanx.errors.BackendUnavailableError: rank 0 cannot listen at ")
     assert f"127.0.0.1:{port}" in last

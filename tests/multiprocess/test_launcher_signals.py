@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,14 +14,14 @@ from ports import unused_port
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
 STUBBORN = """
-import pathlib, sys, time
+import pathlib, signal, sys
 ready = pathlib.Path(sys.argv[1])
 try:
     (ready / "0").touch()
-    time.sleep(600)
+    signal.pause()
 except KeyboardInterrupt:
     (ready / "1").touch()
-    time.sleep(600)
+    signal.pause()
 """
 
 
@@ -71,13 +70,14 @@ def test_a_launcher_that_waits_for_other_nodes_can_be_interrupted(tmp_path: Path
 
 
 def test_a_hangup_that_was_to_be_ignored_is_ignored(tmp_path: Path) -> None:
-    """As under nohup, which ignores SIGHUP for the program that it starts."""
+    """As under nohup, which ignores SIGHUP for the program that it starts. SIGUSR1 comes later."""
     nohup = "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
     script = tmp_path / "script.py"
     script.write_text(
-        "import pathlib, sys, time\n"
+        "import pathlib, signal, sys\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])\n"
         "pathlib.Path(sys.argv[1], '0').touch()\n"
-        "while not pathlib.Path(sys.argv[1], 'go').exists(): time.sleep(0.01)\n"
+        "signal.sigwait([signal.SIGUSR1])\n"
         "print('went on')\n"
     )
     words = [*RUN, str(script), ready(tmp_path)]
@@ -85,8 +85,7 @@ def test_a_hangup_that_was_to_be_ignored_is_ignored(tmp_path: Path) -> None:
     with Launch(start, tmp_path, environ_without_launcher()) as launcher:
         launcher.wait_for(1)
         launcher.process.send_signal(signal.SIGHUP)
-        time.sleep(0.2)  # for what must not happen
-        (tmp_path / "ready" / "go").touch()
+        launcher.process.send_signal(signal.SIGUSR1)
         assert finish(launcher) == (0, ["[rank 0] went on"], [])
 
 
@@ -103,7 +102,7 @@ def leave(signum, frame):
 for name in ("SIGTERM", "SIGUSR1"):
     signal.signal(getattr(signal, name), leave)
 pathlib.Path(sys.argv[1], os.environ["RANK"]).touch()
-time.sleep(600)
+signal.pause()
 """
 AGAIN = "the ranks have left; exit code 75: start the job again"
 
@@ -139,7 +138,7 @@ def test_ranks_that_leave_by_themselves_are_not_started_again(tmp_path: Path) ->
 
 
 def test_ranks_that_take_longer_than_the_grace_are_killed(tmp_path: Path) -> None:
-    with leave(tmp_path, "time.sleep(600)", "--grace", "0.2") as launcher:
+    with leave(tmp_path, "signal.pause()", "--grace", "0.2") as launcher:
         launcher.process.send_signal(signal.SIGTERM)
         assert finish(launcher) == (143, [], ["stopped by SIGTERM"])
         launcher.seconds_until_all_have_ended()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -102,26 +103,26 @@ def test_the_first_failure_is_told_last_and_the_others_are_stopped(
 ) -> None:
     script = write(
         tmp_path,
-        "import os, pathlib, signal, time\n"
+        "import os, pathlib, signal\n"
         "from phalanx.errors import PeerLostError\n"
-        "failing = pathlib.Path(__file__).with_name('failing')\n"
+        "failing = pathlib.Path(__file__).with_name('failing')  # a named pipe\n"
         "rank = os.environ['RANK']\n"
         "if rank == '0':\n"
         "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "    time.sleep(60)\n"
+        "    signal.pause()\n"
         "if rank == '1':\n"
-        "    while not failing.exists():\n"
-        "        time.sleep(0.001)\n"
+        "    failing.read_bytes()  # which ends when rank 2 has closed it\n"
         "    raise PeerLostError('rank 2 is lost', peer=2)\n"
-        "failing.touch()\n"
+        "failing.write_bytes(b'')\n"
         "raise ValueError('on rank 2')\n",
     )
+    os.mkfifo(tmp_path / "failing")
     code, lines, errors = run([*RUN, "-n", "3", script], environ)
     told = errors.splitlines()
     assert told[:3] == [
         "rank 2 failed (exit code 1); its traceback:",
         "Traceback (most recent call last):",
-        f'  File "{script}", line 13, in <module>',
+        f'  File "{script}", line 12, in <module>',
     ]
     assert told[-1] == "ValueError: on rank 2"
     assert "PeerLostError" not in errors
@@ -198,20 +199,34 @@ def test_bound_ranks_run_on_cores_that_no_other_rank_has(
     assert not first & second
 
 
-def start_nodes(script: str, environ: dict[str, str], *options: str) -> list[subprocess.Popen[str]]:
+def start_nodes(
+    script: str, environ: dict[str, str], *options: str, run: Sequence[str] = RUN
+) -> list[subprocess.Popen[str]]:
     """Two nodes of one rank each; the first to start is not the one with the store."""
     master = f"127.0.0.1:{unused_port()}"
-    common = [*RUN, "--nnodes", "2", "--master", master, *options]
+    common = [*run, "--nnodes", "2", "--master", master, *options]
     return [start([*common, "--node-rank", str(node), script], environ) for node in (1, 0)]
+
+
+WITHOUT_TORCH = """
+import runpy, sys
+try:
+    runpy.run_module("phalanx.launch", run_name="__main__", alter_sys=True)
+finally:
+    assert "torch" not in sys.modules
+    print("without torch")
+"""
 
 
 def test_two_nodes_meet_and_meet_again_after_a_rank_was_killed(
     tmp_path: Path, environ: dict[str, str]
 ) -> None:
-    script = write(tmp_path, MEET)
-    nodes = start_nodes(script, {**environ, "DIE_AT": "0"}, "--max-restarts", "1")
+    """The launcher does without torch."""
+    script, run = write(tmp_path, MEET), [sys.executable, "-c", WITHOUT_TORCH]
+    nodes = start_nodes(script, {**environ, "DIE_AT": "0"}, "--max-restarts", "1", run=run)
     codes, lines, errors = finish(*nodes)
-    assert (codes, lines) == ([0, 0], ["[rank 0] 0 of 2 got 1", "[rank 1] 1 of 2 got 0"])
+    met = ["[rank 0] 0 of 2 got 1", "[rank 1] 1 of 2 got 0"]
+    assert (codes, lines) == ([0, 0], [*met, *["without torch"] * 2])
     why = "rank 1 was killed by signal 9 (SIGKILL); restarting all ranks (1 of 1)"
     begin = "[rank 0] phalanx: 2 ranks on "
     assert [line for line in errors.splitlines() if not line.startswith(begin)] == [
@@ -225,10 +240,10 @@ def test_a_failure_on_one_node_stops_the_others_and_is_told_there(
 ) -> None:
     script = write(
         tmp_path,
-        "import os, time\n"
+        "import os, signal\n"
         "if os.environ['RANK'] == '1':\n"
         "    raise ValueError('on rank 1')\n"
-        "time.sleep(60)\n",
+        "signal.pause()\n",
     )
     codes, lines, errors = finish(*start_nodes(script, environ))
     assert (codes, lines) == ([1, 1], [])
@@ -242,7 +257,7 @@ def test_a_failure_on_one_node_stops_the_others_and_is_told_there(
 def test_a_node_that_cannot_start_its_ranks_ends_the_job(
     tmp_path: Path, environ: dict[str, str]
 ) -> None:
-    script = write(tmp_path, "import time; time.sleep(60)")
+    script = write(tmp_path, "import signal; signal.pause()")
     master = f"127.0.0.1:{unused_port()}"
     words = [*RUN, "--nnodes", "2", "--master", master]
     few = ["sh", "-c", 'ulimit -n 40 && exec "$@"', "sh"]
@@ -260,9 +275,9 @@ def test_a_node_that_cannot_start_its_ranks_ends_the_job(
 def test_an_interrupted_node_ends_the_job(tmp_path: Path, environ: dict[str, str]) -> None:
     script = write(
         tmp_path,
-        "import os, sys, time\n"
+        "import os, signal\n"
         "if os.environ['RANK'] == '1': print('ready', flush=True)\n"
-        "time.sleep(60)\n",
+        "signal.pause()\n",
     )
     one, zero = start_nodes(script, environ, "--max-restarts", "1")
     assert one.stdout is not None
@@ -306,11 +321,11 @@ def test_ranks_clean_up_when_the_launcher_is_interrupted(
     os.mkfifo(fifo)
     script = write(
         tmp_path,
-        "import sys, time\n"
+        "import signal, sys\n"
         "held = open(sys.argv[1], 'w')\n"
         "try:\n"
         "    print('ready', file=held, flush=True)\n"
-        "    time.sleep(600)\n"
+        "    signal.pause()\n"
         "finally:\n"
         "    print('cleaned up', file=held, flush=True)\n",
     )
@@ -323,31 +338,15 @@ def test_ranks_clean_up_when_the_launcher_is_interrupted(
     assert left == "cleaned up\n"
 
 
-LAUNCH = """
-import sys
-from phalanx.launch.run import Job, run
-code = run(Job(1, sys.argv[1], nodes=2, node_rank=int(sys.argv[2]), master=sys.argv[3]))
-assert "torch" not in sys.modules
-raise SystemExit(code)
-"""
-
-
-def test_the_launcher_does_without_torch(tmp_path: Path, environ: dict[str, str]) -> None:
-    script, master = write(tmp_path, MEET), f"127.0.0.1:{unused_port()}"
-    words = [sys.executable, "-c", LAUNCH, script]
-    codes, lines, _ = finish(*(start([*words, node, master], environ) for node in "10"))
-    assert (codes, lines) == ([0, 0], ["[rank 0] 0 of 2 got 1", "[rank 1] 1 of 2 got 0"])
-
-
 def test_no_word_of_another_makes_a_launcher_end_well_or_does_anything_to_a_terminal(
     tmp_path: Path, environ: dict[str, str]
 ) -> None:
     """One that holds the token says that the job has failed with exit code 0, in colours."""
     script = write(
         tmp_path,
-        "import os, time\n"
+        "import os, signal\n"
         "if os.environ['RANK'] == '1': print('ready', flush=True)\n"
-        "time.sleep(60)\n",
+        "signal.pause()\n",
     )
     token, port = "a token of many letters", unused_port()
     words = [*RUN, "--nnodes", "2", "--master", f"127.0.0.1:{port}"]

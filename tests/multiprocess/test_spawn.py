@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from processes import run_python
+from test_training import alone, train_on_my_rows
 
 from phalanx.core.backend import Backend
 from phalanx.errors import MisuseError, PeerLostError
@@ -21,7 +22,7 @@ from phalanx.launch.report import RankTraceback
 from phalanx.launch.spawn import spawn
 
 
-def pass_right(backend: Backend) -> tuple[int, torch.Tensor, str]:
+def pass_right(backend: Backend) -> tuple[int, torch.Tensor, str, tuple[list[float], list[float]]]:
     sent, received = torch.full((3,), float(backend.rank)), torch.empty(3)
     right, left = (backend.rank + 1) % backend.world_size, backend.rank - 1
     backend.send(sent, right)
@@ -31,14 +32,12 @@ def pass_right(backend: Backend) -> tuple[int, torch.Tensor, str]:
         if turn == backend.rank:
             print(f"line of {backend.rank}")
             print(f"error of {backend.rank}", file=sys.stderr)
-    return backend.rank, received, os.environ["OMP_NUM_THREADS"]
+    return backend.rank, received, os.environ["OMP_NUM_THREADS"], train_on_my_rows(backend)
 
 
-def fail_on_rank_1(backend: Backend, *, how: str) -> None:
+def fail_on_rank_1(backend: Backend) -> None:
     if backend.rank == 1:
-        if how == "raise":
-            raise ZeroDivisionError("on rank 1 alone")
-        os.kill(os.getpid(), signal.SIGKILL)
+        raise ZeroDivisionError("on rank 1 alone")
     while True:  # only an exception that is no Exception ends this
         try:
             backend.recv(torch.empty(1), 1)
@@ -46,33 +45,41 @@ def fail_on_rank_1(backend: Backend, *, how: str) -> None:
             continue
 
 
+def kill_itself(backend: Backend) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_results_come_in_rank_order_and_lines_go_to_an_object_that_is_stdout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Tensors outlive their rank; each line stands behind its rank."""
+    """Tensors outlive their rank; each line stands behind its rank; they train like one process."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         results = spawn(pass_right, 2)
     assert out.getvalue() == "[rank 0] line of 0\n[rank 1] line of 1\n"
     assert err.getvalue() == "[rank 0] error of 0\n[rank 1] error of 1\n"
-    assert [rank for rank, _, _ in results] == [0, 1]
-    assert [tensor.tolist() for _, tensor, _ in results] == [[1.0] * 3, [0.0] * 3]
-    assert {threads for _, _, threads in results} == {str(threads_per_rank(2))}
+    ranks, tensors, threads, trained = zip(*results, strict=True)
+    assert ranks == (0, 1)
+    assert [tensor.tolist() for tensor in tensors] == [[1.0] * 3, [0.0] * 3]
+    assert set(threads) == {str(threads_per_rank(2))}
+    for mine in trained:
+        for found, expected in zip(mine, alone(), strict=True):
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
     assert "OMP_NUM_THREADS" not in os.environ
 
 
 def test_the_root_cause_is_raised_and_ranks_that_swallow_errors_are_stopped() -> None:
     with pytest.raises(ZeroDivisionError, match="on rank 1 alone") as caught:
-        spawn(partial(fail_on_rank_1, how="raise"), 2)
+        spawn(fail_on_rank_1, 2)
     assert isinstance(caught.value.__cause__, RankTraceback)
     assert "fail_on_rank_1" in caught.value.__cause__.text
 
 
 def test_a_rank_that_is_killed_is_named_with_its_signal() -> None:
-    with pytest.raises(PeerLostError, match=r"rank 1 .* signal 9 \(SIGKILL\)") as caught:
-        spawn(partial(fail_on_rank_1, how="kill"), 2)
-    assert caught.value.peer == 1
+    with pytest.raises(PeerLostError, match=r"rank 0 .* signal 9 \(SIGKILL\)") as caught:
+        spawn(kill_itself, 1)
+    assert caught.value.peer == 0
 
 
 def test_without_cloudpickle_a_lambda_is_refused_with_what_helps(
@@ -93,19 +100,12 @@ def rank(backend): return 0
 
 try: phalanx.spawn(rank, 1)
 except phalanx.MisuseError as error: print(error)
-
 """
 
 
 def test_without_cloudpickle_a_function_of_a_console_is_refused_before_anything_starts() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-q", "-i"],
-        input=CONSOLE,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
+    ended = run_python(["-c", CONSOLE])  # like a console, it has a `__main__` without a file
+    assert ended.returncode == 0, ended.stderr
     assert "it is defined in a notebook or console" in ended.stdout
     assert "pip install 'phalanx[notebook]'" in ended.stdout
 
@@ -146,7 +146,8 @@ def test_closures_and_classes_of_a_script_go_and_come_by_value(tmp_path: Path) -
     pytest.importorskip("cloudpickle", reason="cloudpickle (the extra `notebook`) is not installed")
     script = tmp_path / "script.py"
     script.write_text(BY_VALUE)
-    subprocess.run([sys.executable, str(script)], check=True, timeout=60)
+    ended = run_python([str(script)])
+    assert ended.returncode == 0, ended.stderr
 
 
 DAEMON = """
@@ -183,9 +184,7 @@ spawn(rank, 1)
 def test_a_script_that_calls_spawn_when_it_is_imported_is_told_in_one_error(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text(UNGUARDED)
-    ended = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=60
-    )
+    ended = run_python([str(script)])
     assert ended.returncode == 1
     told = ended.stderr.splitlines()[-1]
     assert told.startswith("phalanx.errors.MisuseError: ")
@@ -195,24 +194,24 @@ def test_a_script_that_calls_spawn_when_it_is_imported_is_told_in_one_error(tmp_
     assert ended.stderr.count("Traceback (most recent call last)") == 2
 
 
-SLEEPERS = """
-import os, signal, time
+WAITERS = """
+import os, signal
 from phalanx.launch.spawn import spawn
 
-def sleep(backend):
+def wait(backend):
     os.write(1, b"ready\\n")  # in one piece
-    time.sleep(600)
+    signal.pause()
 
 if __name__ == "__main__":
     # What a shell has started in the background ignores SIGINT, and so do its children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    spawn(sleep, 1)
+    spawn(wait, 1)
 """
 
 
 def test_ctrl_c_is_the_parents_and_ends_its_ranks(tmp_path: Path) -> None:
-    script = tmp_path / "sleepers.py"
-    script.write_text(SLEEPERS)
+    script = tmp_path / "waiters.py"
+    script.write_text(WAITERS)
     with subprocess.Popen(
         [sys.executable, str(script)],
         stdout=subprocess.PIPE,

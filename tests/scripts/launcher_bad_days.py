@@ -32,7 +32,7 @@ ALLOWED = 2.0  # seconds that a process may outlive its launcher
 POLITE = 3.5  # the same after a signal that ranks may answer first: they have two seconds
 
 MEET = """
-import os, pathlib, sys, time
+import os, pathlib, signal, sys
 from phalanx.launch.init import init
 
 restart = os.environ['TORCHELASTIC_RESTART_COUNT']
@@ -42,20 +42,20 @@ path.with_suffix('.part').rename(path)
 with init(timeout=60) as backend:
     backend.barrier()
     if restart == '0':
-        time.sleep(60)
+        signal.pause()
     print('met')
 """
 
 
 TURMOIL = """
 import os, random, signal, subprocess, sys, time
-child = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)'
+child = 'import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()'
 for _ in range(2):
     subprocess.Popen([sys.executable, '-c', child])
 time.sleep(random.random())
 if random.random() < 0.4:
     os.kill(os.getpid(), signal.SIGKILL)
-time.sleep(600)
+signal.pause()
 """
 
 
