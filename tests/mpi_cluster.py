@@ -11,13 +11,13 @@ from __future__ import annotations
 import inspect
 import pickle
 import threading
-import time
 from collections.abc import Callable, Iterator
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import pytest
 from clusters import LIBRARYS_OWN, PATIENCE, TIMEOUT, Cluster, RankFunction, first_cause, note
+from waiting import wait_until
 
 from phalanx import Backend, MpiBackend
 
@@ -92,12 +92,11 @@ class Mpi(Cluster):
     def _meet(self, comm: Any) -> None:
         """Wait until all have come, without taking the core from those who have not."""
         request = comm.Ibarrier()
-        deadline = time.monotonic() + PATIENCE
-        while not request.Test():
-            if time.monotonic() > deadline:
-                print(f"rank {comm.rank}: the others do not come", flush=True)
-                comm.Abort(1)
-            time.sleep(PAUSE)
+        try:
+            wait_until(request.Test, "the others come", patience=PATIENCE, pause=PAUSE)
+        except AssertionError as error:
+            print(f"rank {comm.rank} {error}", flush=True)
+            comm.Abort(1)
 
     def _told(self, outcome: Any) -> list[Any]:
         """The outcomes of all ranks."""

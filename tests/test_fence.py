@@ -97,20 +97,32 @@ def test_it_trains_launches_saves_and_loads(library: Path, tmp_path: Path) -> No
         assert line.endswith("install the whole package, or leave it out")
 
 
-@pytest.mark.parametrize("variable", ["PHALANX_METRICS", "PHALANX_WATCH"])
+OBSERVED = ("PHALANX_METRICS", "PHALANX_WATCH")
+ALONE = """
+import os, sys, phalanx
+for variable in sys.argv[1:]:
+    os.environ[variable] = "127.0.0.1:9400"
+    try:
+        phalanx.init()
+    except phalanx.DistributedError as error:
+        print(error)
+    del os.environ[variable]
+"""
+
+
 def test_what_is_asked_for_and_missing_is_refused_before_ranks_start(
-    library: Path, tmp_path: Path, variable: str
+    library: Path, tmp_path: Path
 ) -> None:
     script = tmp_path / "train.py"
-    script.write_text("import phalanx; phalanx.init().close(); print('it ran')")
-    launched = run(
-        library, "-m", "phalanx.launch", "-n", "2", str(script), **{variable: "127.0.0.1:9400"}
-    )
-    alone = run(library, str(script), **{variable: "127.0.0.1:9400"})
-    assert (launched.returncode, launched.stdout) == (2, "")
-    for said in (launched.stderr, alone.stderr):
-        assert f"{variable}=127.0.0.1:9400 needs phalanx.ops" in said
-    assert "it ran" not in alone.stdout
+    script.write_text(ALONE)
+    alone = run(library, str(script), *OBSERVED)
+    for variable, said in zip(OBSERVED, alone.stdout.splitlines(), strict=True):
+        words = f"{variable}=127.0.0.1:9400 needs phalanx.ops"
+        assert words in said
+        start = ["-m", "phalanx.launch", "-n", "2", str(script)]
+        launched = run(library, *start, **{variable: "127.0.0.1:9400"})
+        assert (launched.returncode, launched.stdout) == (2, "")
+        assert words in launched.stderr
 
 
 def test_one_file_of_the_library_names_what_it_starts_of_ops() -> None:

@@ -55,8 +55,6 @@ class Crowd:
         """Go on for so long."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
-            if not self._selector.get_map():
-                time.sleep(min(left, 0.005))
             for key, _ in self._selector.select(min(left, 0.05)):
                 self._hear(key.fileobj, key.data)  # type: ignore[arg-type]
             if time.monotonic() >= self._next_byte:

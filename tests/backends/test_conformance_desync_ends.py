@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
 from clusters import PATIENCE, Cluster, Tcp, whole
+from waiting import wait_until
 
 import phalanx
 from phalanx import Backend, DesyncError, PeerLostError
@@ -26,11 +26,7 @@ def test_ranks_that_only_ask_whether_they_are_done_learn_that_they_disagree(
         root = 1 - backend.rank
         pending = phalanx.async_broadcast(ONES, backend, root, algorithm="star")
         if cluster.keeps_time:
-            polls = 0
-            while not pending.done() and polls < 3000:
-                time.sleep(0.005)
-                polls += 1
-            assert pending.done()
+            wait_until(pending.done)
         with pytest.raises(DesyncError):
             pending.wait()
 

@@ -9,6 +9,7 @@ from time import monotonic, sleep
 import pytest
 import torch
 from clusters import Cluster, SharedMemory
+from waiting import wait_until
 
 import phalanx
 from phalanx import Backend
@@ -69,8 +70,8 @@ def test_a_thread_that_sleeps_for_a_message_is_woken_for_epochs_too(
         transport.first_look = transport.expiry_check = SELDOM
         into = torch.zeros(1)
         end = receive(backend, into) if backend.rank == 0 else lambda: None
-        while backend.rank == 0 and transport._driver is None:
-            sleep(0.001)
+        if backend.rank == 0:
+            wait_until(lambda: transport._driver is not None)
         slowest = 0.0
         for _ in range(ROUNDS):
             if backend.rank == 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,6 +10,7 @@ import pytest
 from listening import listening, needs_proc
 from strangers import Crowd
 from test_tcp_rendezvous import Start, place, start, works  # noqa: F401
+from waiting import wait_until
 
 KINDS = {
     "of all kinds": {"idle": 100, "partial": 60, "garbage": 40},
@@ -64,9 +64,6 @@ def test_a_job_forms_with_a_crowd_in_front_of_another_rank(
     before = listening()
     listener, address = place()
     zero, one = start(0, 4, address, listener=listener), start(1, 4, address)
-    places = set()
-    while not places:
-        time.sleep(0.01)
-        places = {place for place in listening() - before if place != listener.getsockname()}
+    places = wait_until(lambda: listening() - before - {listener.getsockname()})
     with crowd_at(places.pop(), **kinds):
         works(zero, one, start(2, 4, address), start(3, 4, address))

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-from clusters import PATIENCE
 from listening import everywhere, let_mean_loopback, listening, needs_proc
 from ports import unused_port
 from test_tcp_rendezvous import (  # noqa: F401
@@ -18,6 +17,7 @@ from test_tcp_rendezvous import (  # noqa: F401
     start,
     works,
 )
+from waiting import wait_until
 
 from phalanx.launch.store import StoreServer, connect_store, listen_for_store
 
@@ -26,12 +26,12 @@ pytestmark = needs_proc
 
 def new_places(before: set[tuple[str, int]], count: int) -> set[tuple[str, int]]:
     """Where this process listens in addition, once there are so many places."""
-    for _ in range(round(PATIENCE / 0.01)):
-        found = listening() - before
-        if len(found) >= count:
-            return found
-        time.sleep(0.01)
-    raise AssertionError(f"it listens at {found}")
+
+    def found() -> set[tuple[str, int]]:
+        places = listening() - before
+        return places if len(places) >= count else set()
+
+    return wait_until(found, f"it listens at {count} places")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])

@@ -17,11 +17,11 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from networks import Network
+from waiting import wait_until
 
 import phalanx
 from phalanx.ops.clusters.kubernetes import KubernetesJob, make_manifest
@@ -123,11 +123,14 @@ class Pods:
 
     def wait_for(self, index: int, text: str) -> None:
         """Wait until a pod has written this."""
-        deadline = time.monotonic() + PATIENCE
-        while text not in self.log(index):
-            assert time.monotonic() < deadline, self.log(index)
-            assert self.processes[index].poll() is None, self.log(index)
-            time.sleep(0.02)
+
+        def written() -> bool:
+            running = self.processes[index].poll() is None
+            there = text in self.log(index)
+            assert there or running, self.log(index)
+            return there
+
+        wait_until(written, lambda: f"{text!r} is in {self.log(index)}", patience=PATIENCE)
 
     def exit_code(self, index: int) -> int:
         """Wait until a pod has ended."""

@@ -16,17 +16,20 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "multiprocess"))
 
 import networks
 from networks import Network
+from waiting import wait_until
 
 PATIENCE = 120.0  # seconds for anything that another process does
+until = partial(wait_until, patience=PATIENCE, pause=0.1)
 
 # A job that is put back into the queue waits there for as long as a credential lives, and a second.
 CONFIGURATION = """\
@@ -71,14 +74,6 @@ def why_not() -> str:
 
 def which(name: str) -> str | None:
     return shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait until it is so; fails after `PATIENCE`."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {PATIENCE:g} s until {what}"
-        time.sleep(0.1)
 
 
 class SlurmCluster:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import pytest
 from browser import SHOTS, chromium, focused, lowest_contrast, opened, screenshot, why_not
 from commands import PHALANX
 from launchers import PATIENCE, environ_without_launcher
+from waiting import wait_until
 
 from phalanx.launch.observer import NodePlace, OtherNodes
 from phalanx.ops.observe.watch.folder import OTHERS, WatchFolder, open_folder
@@ -303,13 +304,6 @@ def stopped_process() -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 # The page of a real job -------------------------------------------------------------------------
 
 
@@ -341,7 +335,7 @@ def job_with_a_culprit(
         )
     watch = None
     try:
-        until(lambda: job.poll() is not None or list((folder / "watch").glob("node-*.json")))
+        wait_until(lambda: job.poll() is not None or list((folder / "watch").glob("node-*.json")))
         assert job.poll() is None, (folder / "log").read_text()
         watch = subprocess.Popen(
             [*PHALANX, "watch", str(folder / "watch"), "--web"],

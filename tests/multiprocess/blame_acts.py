@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from random import Random
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ def compute(seconds: float) -> None:
         sum(range(10_000))
 
 
+SOME = 20  # sums
 RESTS: dict[str, Callable[[float], None]] = {"hold": hold_the_interpreter, "compute": compute}
 
 
@@ -97,8 +98,9 @@ def until_told_resting(
     raise AssertionError("traffic does not end by itself")
 
 
-def went_on(company: Cast, culprit: int) -> str:
-    """End what `then_go_on` does: what went wrong with it, or ""."""
+def went_on(company: Cast, culprit: int, *, after: float = 0.0) -> str:
+    """End what `then_go_on` does after so many seconds: what went wrong with it, or ""."""
+    sleep(after)
     company.tell("end")
     wrong = []
     for rank in company.others(culprit):
@@ -111,8 +113,8 @@ def went_on(company: Cast, culprit: int) -> str:
 def then_go_on(backend: Backend, wire: Connection, name: str, seed: int, culprit: int) -> int:
     """Traffic until an error; those that are left go on without the culprit until told.
 
-    Says what the error was. Returns the number of sums that were right after it. The culprit, if it
-    comes back, tries once more.
+    Says what the error was; then, after some sums, that it goes on. Returns the number of sums that
+    were right. The culprit, if it comes back, tries once more.
     """
     backend.barrier()
     wire.send("met")
@@ -129,3 +131,5 @@ def then_go_on(backend: Backend, wire: Connection, name: str, seed: int, culprit
         if phalanx.all_reduce_(over, rest).item():
             return sums
         sums += 1
+        if sums == SOME:
+            wire.send("goes on")

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from time import monotonic
+from random import Random
+from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 from networks import Network
@@ -95,6 +96,11 @@ class Cast:
     def others(self, *but: int) -> list[int]:
         """All ranks but these."""
         return [rank for rank in self.ranks if rank not in but]
+
+
+def let_pass(random: Random, within: float) -> None:
+    """Go on at a random moment of the next seconds: whichever it is, it has to be right."""
+    sleep(random.uniform(0, within))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from random import Random
 from time import monotonic, sleep
 
 from blame_acts import error_of
-from blame_cast import Report, Verdict, cast, judge
+from blame_cast import Report, Verdict, cast, judge, let_pass
 from networks import Network
 
 import phalanx
@@ -33,7 +33,7 @@ def close_beside(trouble: str, seed: int = 0, *, bound: float = BOUND) -> Verdic
             network.cut(1)
         elif trouble == "stopped":
             os.kill(company.process(1), signal.SIGSTOP)
-        sleep(Random(seed).uniform(0, 0.2))
+        let_pass(Random(seed), 0.2)
         company.tell("close", 0)
         began, seconds = company.hear(0)
         verdict = judge({2: company.report(2)}, 0, began, bound, words="rank 0 left")

@@ -6,10 +6,10 @@ import os
 import signal
 from multiprocessing.connection import Connection
 from random import Random
-from time import monotonic, sleep
+from time import monotonic
 
 from blame_acts import error_of, then_go_on, until_error, went_on
-from blame_cast import Cast, Report, Verdict, cast, judge
+from blame_cast import Cast, Report, Verdict, cast, judge, let_pass
 from blame_traffic import TRAFFIC
 
 from phalanx import Backend, isend
@@ -24,7 +24,7 @@ def kill_in(traffic: str, seed: int, *, within: float = WITHIN) -> Verdict:
     victim = random.randrange(RANKS)
     with cast(RANKS) as company:
         company.start_all(until_error, traffic, seed)
-        sleep(random.uniform(0, 0.5))
+        let_pass(random, 0.5)
         died = _kill(company, victim)
         return judge(
             {rank: company.report(rank) for rank in company.others(victim)}, victim, died, within
@@ -37,7 +37,7 @@ def kill_and_vanish(seed: int, *, within: float = WITHIN) -> Verdict:
     victim = random.randrange(RANKS)
     with cast(RANKS) as company:
         company.start_all(until_error_then_vanish, random.choice(("all_reduce", "messages")), seed)
-        sleep(random.uniform(0, 0.3))
+        let_pass(random, 0.3)
         died = _kill(company, victim)
         reports = {rank: company.hear(rank) for rank in company.others(victim)}
         return judge(reports, victim, died, within)
@@ -55,10 +55,11 @@ def kill_and_go_on(seed: int, *, within: float = WITHIN) -> Verdict:
     victim = random.randrange(RANKS)
     with cast(RANKS) as company:
         company.start_all(then_go_on, random.choice(list(TRAFFIC)), seed, victim)
-        sleep(random.uniform(0, 0.3))
+        let_pass(random, 0.3)
         died = _kill(company, victim)
         reports = {rank: company.hear(rank) for rank in company.others(victim)}
-        sleep(0.2)
+        for rank in company.others(victim):
+            company.hear(rank)  # that it goes on
         verdict = judge(reports, victim, died, within)
         return verdict._replace(
             wrong="; ".join(filter(None, (verdict.wrong, went_on(company, victim))))
@@ -72,7 +73,7 @@ def kill_while_closing(seed: int, *, within: float = WITHIN) -> Verdict:
     with cast(RANKS) as company:
         company.start_all(close_or_wait, victim)
         company.tell("close", victim)
-        sleep(random.uniform(0, 0.01))
+        let_pass(random, 0.01)
         died = _kill(company, victim)
         return judge(
             {rank: company.report(rank) for rank in company.others(victim)}, victim, died, within
@@ -105,7 +106,7 @@ def kill_while_meeting(seed: int) -> Verdict:
     with cast(RANKS, timeout=timeout) as company:
         for rank in company.ranks:
             company.start(rank, meet)
-        sleep(random.uniform(0, 0.12))
+        let_pass(random, 0.12)
         died = _kill(company, victim)
         wrong, worst = [], 0.0
         for rank in company.others(victim):

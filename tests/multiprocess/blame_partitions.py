@@ -10,7 +10,7 @@ from random import Random
 from time import monotonic, sleep
 
 from blame_acts import error_of, then_go_on, until_error, until_told, went_on
-from blame_cast import Report, Verdict, cast, judge
+from blame_cast import Report, Verdict, cast, judge, let_pass
 from blame_stops import unharmed
 from networks import Network
 
@@ -42,7 +42,7 @@ def cut_off(
     victim = random.randrange(ranks)
     with Network(ranks) as network, cast(ranks, network=network, heartbeat=heartbeat) as company:
         company.start_all(then_go_on, traffic, seed, victim)
-        sleep(random.uniform(0, 0.5))
+        let_pass(random, 0.5)
         cut = monotonic()
         network.cut(victim, **DIRECTIONS[direction])
         reports = {rank: company.hear(rank) for rank in company.others(victim)}
@@ -52,8 +52,7 @@ def cut_off(
         if own.error != "PeerLostError" or own.moment - cut > within:
             wrong.append(f"the victim, {victim}, after {own.moment - cut:.2f} s: {own}")
         network.heal(victim)
-        sleep(0.5)
-        wrong += filter(None, [went_on(company, victim)])
+        wrong += filter(None, [went_on(company, victim, after=0.5)])
         return Verdict("; ".join(wrong), max(verdict.seconds, own.moment - cut))
 
 
@@ -83,12 +82,11 @@ def cut_shortly(direction: str, traffic: str, seed: int, *, seconds: float) -> V
     victim = random.randrange(3)
     with Network(3) as network, cast(3, network=network) as company:
         company.start_all(until_told, traffic, seed)
-        sleep(random.uniform(0, 0.3))
+        let_pass(random, 0.3)
         network.cut(victim, **DIRECTIONS[direction])
         sleep(seconds)
         network.heal(victim)
-        sleep(1.0)
-        return unharmed(company)
+        return unharmed(company, after=1.0)
 
 
 def lose_some(traffic: str, seed: int, *, share: float = 0.1, seconds: float = 10.0) -> Verdict:
@@ -96,8 +94,7 @@ def lose_some(traffic: str, seed: int, *, share: float = 0.1, seconds: float = 1
     with Network(3) as network, cast(3, network=network, timeout=60.0) as company:
         company.start_all(until_told, traffic, seed)
         network.lose(Random(seed).randrange(3), share)
-        sleep(seconds)
-        return unharmed(company)
+        return unharmed(company, after=seconds)
 
 
 def slow_down(traffic: str, seed: int, *, megabits: int = 20, seconds: float = 10.0) -> Verdict:
@@ -105,8 +102,7 @@ def slow_down(traffic: str, seed: int, *, megabits: int = 20, seconds: float = 1
     with Network(3) as network, cast(3, network=network, timeout=60.0) as company:
         company.start_all(until_told, traffic, seed)
         network.slow_down(Random(seed).randrange(3), megabits)
-        sleep(seconds)
-        return unharmed(company)
+        return unharmed(company, after=seconds)
 
 
 def full_and_waiting(seed: int, *, seconds: float = 5.0) -> Verdict:

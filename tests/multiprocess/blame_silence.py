@@ -6,12 +6,13 @@ import re
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from random import Random
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
 import torch
 from blame_acts import error_of, hold_the_interpreter
 from blame_cast import Report, Verdict, cast
+from waiting import wait_until
 
 import phalanx
 from phalanx import Backend
@@ -86,8 +87,7 @@ def wait_for_one(
 
 def _forget_for_a_while(backend: Backend, seconds: float) -> None:
     pending = phalanx.async_all_reduce(torch.ones(10), backend, timeout=seconds)
-    while not pending.done():
-        sleep(0.02)
+    wait_until(pending.done, pause=0.02)
     pending.wait()
 
 

@@ -8,7 +8,7 @@ from random import Random
 from time import monotonic, sleep
 
 from blame_acts import then_go_on, until_told, until_told_resting, went_on
-from blame_cast import Cast, Verdict, cast, judge
+from blame_cast import Cast, Verdict, cast, judge, let_pass
 from networks import Network
 
 WITHIN = 3.0  # seconds, at defaults
@@ -31,16 +31,16 @@ def stop_in(
     victim = random.randrange(ranks)
     with cast(ranks, network=network, heartbeat=heartbeat) as company:
         company.start_all(then_go_on, traffic, seed, victim)
-        sleep(random.uniform(0, 0.5))
+        let_pass(random, 0.5)
         stopped = _send(company, victim, signal.SIGSTOP)
         reports = {rank: company.hear(rank) for rank in company.others(victim)}
         verdict = judge(reports, victim, stopped, within)
-        sleep(0.2)
+        for rank in company.others(victim):
+            company.hear(rank)  # that it goes on
         woken = _send(company, victim, signal.SIGCONT)
         wrong = [verdict.wrong] if verdict.wrong else []
         wrong += _about_the_returned(company, victim, woken, within)
-        sleep(0.3)
-        wrong += filter(None, [went_on(company, victim)])
+        wrong += filter(None, [went_on(company, victim, after=0.3)])
         return Verdict("; ".join(wrong), verdict.seconds)
 
 
@@ -65,12 +65,11 @@ def stop_shortly(
     victim = random.randrange(ranks)
     with cast(ranks, network=network) as company:
         company.start_all(until_told, traffic, seed)
-        sleep(random.uniform(0, 0.3))
+        let_pass(random, 0.3)
         _send(company, victim, signal.SIGSTOP)
         sleep(seconds)
         _send(company, victim, signal.SIGCONT)
-        sleep(0.5)
-        return unharmed(company)
+        return unharmed(company, after=0.5)
 
 
 def stop_everyone(
@@ -79,14 +78,13 @@ def stop_everyone(
     """All ranks are stopped, as on a laptop that is closed, and woken: nobody blames anyone."""
     with cast(ranks, network=network) as company:
         company.start_all(until_told, "all_reduce", seed)
-        sleep(Random(seed).uniform(0, 0.3))
+        let_pass(Random(seed), 0.3)
         for rank in company.ranks:
             _send(company, rank, signal.SIGSTOP)
         sleep(seconds)
         for rank in company.ranks:
             _send(company, rank, signal.SIGCONT)
-        sleep(1.0)
-        return unharmed(company)
+        return unharmed(company, after=1.0)
 
 
 def hold_in(
@@ -103,25 +101,23 @@ def hold_in(
     victim = Random(seed).randrange(ranks)
     with cast(ranks, network=network, heartbeat=heartbeat) as company:
         company.start_all(until_told_resting, traffic, seed, seconds)
-        sleep(0.1)
         began = monotonic()
         company.tell(how, victim)
         company.hear(victim)
         held = monotonic() - began
-        sleep(0.3)
-        return unharmed(company)._replace(seconds=held)
+        return unharmed(company, after=0.3)._replace(seconds=held)
 
 
 def train_for(seconds: float, seed: int, *, network: Network | None = None) -> Verdict:
     """Four ranks train for so long: no alarm, and every number is right."""
     with cast(4, network=network) as company:
         company.start_all(until_told, "training", seed)
-        sleep(seconds)
-        return unharmed(company)
+        return unharmed(company, after=seconds)
 
 
-def unharmed(company: Cast) -> Verdict:
-    """End the traffic: whether all ranks were well to the end."""
+def unharmed(company: Cast, *, after: float) -> Verdict:
+    """End the traffic after so many seconds: whether all ranks were well to the end."""
+    sleep(after)
     company.tell("end", 0)
     wrong = []
     for rank in company.ranks:

@@ -12,6 +12,7 @@ from time import sleep
 
 import torch
 from torch import Tensor
+from waiting import wait_until
 
 import phalanx
 from phalanx import Backend
@@ -84,8 +85,7 @@ def unattended(backend: Backend, random: Random) -> Iterator[None]:
     while True:
         sleep(random.random() / 50 * backend.rank)
         pending = phalanx.async_all_reduce(torch.full((9,), backend.rank + 1.0), backend)
-        while not pending.done():
-            sleep(0.02)
+        wait_until(pending.done, pause=0.02)
         check(pending.wait(), total(backend))
         yield
 

@@ -7,12 +7,13 @@ import signal
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from time import monotonic, sleep
+from time import sleep
 from typing import Any
 
 import pytest
 import torch
 from ranks import Job, run_ranks
+from waiting import wait_until
 
 import phalanx
 from phalanx import Backend, PeerLostError, SharedMemoryBackend
@@ -84,10 +85,8 @@ def test_nothing_is_left_of_ranks_that_are_killed_and_the_others_name_them(
 
 def wait_for_the_end_of(process: int) -> None:
     """Or fail."""
-    until = monotonic() + 20
-    while Path(f"/proc/{process}/fd").exists() and not is_zombie(process):
-        assert monotonic() < until, f"process {process} is still there"
-        sleep(0.01)
+    ended = lambda: not Path(f"/proc/{process}/fd").exists() or is_zombie(process)  # noqa: E731
+    wait_until(ended, f"process {process} has ended")
 
 
 def is_zombie(process: int) -> bool:

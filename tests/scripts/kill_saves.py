@@ -41,6 +41,7 @@ import torch
 from flat_shards import FlatShards, step_with
 from ranks import Job
 from torch import nn
+from waiting import wait_until
 
 import phalanx
 from phalanx import Backend, CheckpointIOError, PeerLostError, load_checkpoint, save_checkpoint
@@ -120,10 +121,7 @@ def kill_once(folder: Path, draw: random.Random, victims: tuple[int, ...]) -> st
     before = reported(folder)
     with Job(RANKS, timeout=20.0) as job:
         outcomes = [job.start(rank, keep_saving, folder) for rank in range(RANKS)]
-        deadline = time.monotonic() + 60
-        while reported(folder) == before:
-            assert time.monotonic() < deadline, "the ranks do not save"
-            time.sleep(0.002)
+        wait_until(lambda: reported(folder) != before, "the ranks save", pause=0.002)
         time.sleep(draw.uniform(0, LONGEST))
         for rank in victims:
             os.kill(job.processes[rank], signal.SIGKILL)

@@ -99,7 +99,7 @@ def act(rank: int, what: str, how: str, steps: int, note: str) -> Heard:
         if rank == CULPRIT and next(passes) == steps:
             Path(note).write_text(str(time.monotonic()))
             os.kill(os.getpid(), SIGNALS[how])
-            time.sleep(60)
+            signal.pause()
 
     step = STEPS[what](midway)
     caught: list[Caught] = []

@@ -17,7 +17,6 @@ import os
 import random
 import sys
 import tempfile
-import time
 import unittest
 import warnings
 from datetime import timedelta
@@ -27,6 +26,7 @@ from typing import Any
 import jobs
 import torch
 import torch.distributed as dist
+from waiting import wait_until
 
 from phalanx.torch_backend.process_group import CONTAINS_BACKENDS, VERSION
 
@@ -78,8 +78,8 @@ def outcomes(rank: int, folder: str, pattern: str, tested: str) -> dict[str, str
                 found[name] = _one(tests, name, rank, path, store, seconds, tested)
     faulthandler.cancel_dump_traceback_later()
     shared.add("over", 1)
-    while rank == 0 and shared.add("over", 0) < SIZE:  # it holds the store
-        time.sleep(0.002)
+    if rank == 0:  # it holds the store
+        wait_until(lambda: shared.add("over", 0) == SIZE, patience=2 * LIMIT, pause=0.002)
     return found
 
 
@@ -116,8 +116,8 @@ def _one(
         return f"{type(error).__name__}: {error}"[:500]
     finally:
         store.add("ended", 1)
-        while store.add("ended", 0) < SIZE:  # others may still be in the group
-            time.sleep(0.002)
+        ended = lambda: store.add("ended", 0) == SIZE  # noqa: E731
+        wait_until(ended, patience=2 * LIMIT, pause=0.002)  # others may still be in the group
         dist.destroy_process_group()
         sys.excepthook = sys.__excepthook__
     return ""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
-from commands import PHALANX
 from forms import sizes
 from launchers import environ_without_launcher
+from processes import run_python
 
 from phalanx.ops.observe.doctor import try_backend
 
@@ -32,14 +30,8 @@ def test_the_doctor_tries_the_backends_and_keeps_the_token_to_itself(tmp_path: P
     token = "4fe1" * 16
     script = tmp_path / "doctor.py"
     script.write_text(DOCTOR)
-    ended = subprocess.run(
-        sizes([sys.executable, str(script)], [*PHALANX, "doctor"]),
-        env={**environ_without_launcher(), "PHALANX_TOKEN": token},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    words = sizes([str(script)], ["-m", "phalanx.cli", "doctor"])
+    ended = run_python(words, environ={**environ_without_launcher(), "PHALANX_TOKEN": token})
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "- tcp: 2 ranks: barrier " in ended.stdout
     assert "- nccl: " in ended.stdout

@@ -18,9 +18,10 @@ import msgspec
 import pytest
 import torch
 from commands import PHALANX
-from launchers import PATIENCE, Launch, environ_without_launcher
+from launchers import Launch, environ_without_launcher
 from networks import Network, why_not
 from ports import unused_port
+from waiting import wait_until
 
 from phalanx import DDP, Backend, spawn
 from phalanx.ops.observe.watch.folder import WatchFolder, private_folders
@@ -55,10 +56,7 @@ def watched(
 
 def wait_for_launcher(folder: Path) -> None:
     """Wait until a launcher publishes there: in an empty folder there is nothing to watch."""
-    deadline = time.monotonic() + PATIENCE
-    while not WatchFolder(folder).has_launcher():
-        assert time.monotonic() < deadline, "the launcher publishes nothing"
-        time.sleep(0.01)
+    wait_until(WatchFolder(folder).has_launcher, "the launcher publishes something")
 
 
 def rank_1(state: JobState) -> RankState:
@@ -121,21 +119,20 @@ def test_a_rank_that_is_slow_then_stopped_then_killed_is_seen_to_be(tmp_path: Pa
 
 
 WAIT = """
-import os, time
+import os, signal
 print(f"the line of rank {os.environ['RANK']}")
-time.sleep(600)
+signal.pause()
 """
 
 
 def folder_of(launcher: int) -> Path:
     """Where a job of that process publishes, once it does."""
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        for folder in private_folders():
-            if folder.launcher() == launcher and folder.has_launcher():
-                return folder.path
-        time.sleep(0.01)
-    raise AssertionError(f"process {launcher} publishes nothing")
+
+    def found() -> Path | None:
+        places = (each for each in private_folders() if each.launcher() == launcher)
+        return next((each.path for each in places if each.has_launcher()), None)
+
+    return wait_until(found, f"process {launcher} publishes something")
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import socket
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from clusters import CLUSTERS, Cluster
+from waiting import wait_until
 
 from phalanx import Backend, SimulatedBackend, all_reduce
 from phalanx.errors import (
@@ -49,15 +50,6 @@ PATIENCE = 30.0
 TCP = next(cluster for cluster in CLUSTERS if cluster.name == "tcp")
 
 
-def tries() -> Iterator[None]:
-    """Yields until this has taken far too long, which is a failure."""
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        yield
-        threading.Event().wait(0.01)
-    raise AssertionError(f"it has not come in {PATIENCE:g} s")
-
-
 def job(*ranks: RankState, **more: object) -> JobState:
     fields = {"name": "train.py", "world_size": 4, "time": 1.0} | more
     return JobState(ranks=list(ranks), **fields)  # type: ignore[arg-type]
@@ -87,13 +79,13 @@ def test_a_rank_publishes_its_call_for_whom_it_waits_and_what_it_logs(
             backend.send(torch.ones(8), 0)
             return
 
+        def waiting() -> RankState | None:
+            state = ours.state()
+            return state if state.waits_for else None
+
         def look() -> None:
-            for _ in tries():
-                state = ours.state()
-                if state.waits_for:
-                    seen.append(state)
-                    all_seen.set()
-                    return
+            seen.append(wait_until(waiting))
+            all_seen.set()
 
         looker = threading.Thread(target=look)
         looker.start()
@@ -134,14 +126,16 @@ def test_ranks_publish_while_somebody_watches_and_no_thread_is_there_before_or_a
         ours, folder = publisher(backend, tmp_path), WatchFolder(tmp_path)
         ours.begin()
         threads.append(thread_of(backend.rank))
-        for _ in tries():  # in step, so that all see it
+
+        def is_published() -> bool:  # in step, so that all see it
             if backend.rank == 0:
                 folder.touch()
             job = folder.read()
             published = job is not None and all(state.memory for state in job.ranks)
             enough = torch.tensor([float(published and job is not None and len(job.ranks) == 2)])
-            if all_reduce(enough, backend).item() == 2:
-                break
+            return all_reduce(enough, backend).item() == 2
+
+        wait_until(is_published)
         threads.append(thread_of(backend.rank))
         return threads
 
@@ -149,9 +143,7 @@ def test_ranks_publish_while_somebody_watches_and_no_thread_is_there_before_or_a
     ended = WatchFolder(tmp_path).read()
     assert ended is not None
     assert [state.status for state in ended.ranks] == ["ended", "ended"]
-    for _ in tries():
-        if not thread_of(0) and not thread_of(1):
-            break
+    wait_until(lambda: not thread_of(0) and not thread_of(1))
 
 
 def test_a_rank_without_peers_publishes_when_it_logs_its_steps(tmp_path: Path) -> None:
@@ -159,10 +151,13 @@ def test_a_rank_without_peers_publishes_when_it_logs_its_steps(tmp_path: Path) -
         publisher(backend, tmp_path).begin()
         backend.progress.log(0, loss=2.0)  # where it looks, and nobody watches
         WatchFolder(tmp_path).touch()
-        for step, _ in enumerate(tries(), 1):
-            backend.progress.log(step, loss=1.0)
-            if any(state.values == {"loss": 1.0} for state in seen().ranks):
-                break
+        steps = itertools.count(1)
+
+        def shows() -> bool:
+            backend.progress.log(next(steps), loss=1.0)
+            return any(state.values == {"loss": 1.0} for state in seen().ranks)
+
+        wait_until(shows)
 
     def seen() -> JobState:
         read = WatchFolder(tmp_path).read()
