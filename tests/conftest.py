@@ -21,6 +21,9 @@ from clusters import CLUSTERS, Cluster, Wide
 from forms import LONG, QUICK, examples, quick
 from together import Together
 
+import phalanx.launch.run as launcher
+from phalanx.launch.run import Job
+
 hypothesis.settings.register_profile(
     "phalanx", deadline=None, derandomize=True, max_examples=examples(100)
 )
@@ -91,6 +94,19 @@ def asking_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     test_conformance_agreement.py, and wherever ranks are processes.
     """
     monkeypatch.setattr(Cluster, "ask_every", 0.1)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+    """The jobs that a command line asks for; none is run, and each ends with exit code 5."""
+    jobs: list[Job] = []
+
+    def note(job: Job) -> int:
+        jobs.append(job)
+        return 5
+
+    monkeypatch.setattr(launcher, "run", note)
+    return jobs
 
 
 @pytest.fixture(autouse=True)

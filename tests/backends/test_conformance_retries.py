@@ -134,12 +134,12 @@ def test_receives_of_several_tags_are_repeated_in_turn(cluster: Cluster) -> None
 
 
 @pytest.mark.timeouts
+@pytest.mark.usefixtures("little_room")
 @pytest.mark.parametrize("size", [4, LARGE])
 def test_a_send_that_timed_out_half_way_is_not_taken_for_the_next_message(
-    cluster: Cluster, size: int, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, size: int
 ) -> None:
     """Its beginning has arrived before the next one is received, which may have another size."""
-    monkeypatch.setattr(matching, "UNEXPECTED_LIMIT", 6 << 20)
     gave_up = threading.Event()
 
     def run(backend: Backend) -> bool:
@@ -170,12 +170,11 @@ def test_a_send_that_timed_out_half_way_is_not_taken_for_the_next_message(
 
 @pytest.mark.parametrize("ranks", OVER_SOCKETS, ids=str)
 def test_of_a_message_whose_receive_is_given_up_for_good_no_more_is_taken(
-    ranks: Cluster, monkeypatch: pytest.MonkeyPatch
+    ranks: Cluster, little_room: int
 ) -> None:
     """What had arrived is kept, although it is more than is taken of what nobody asks for."""
-    limit, total = 6 << 20, 2 * LARGE
+    total = 2 * LARGE
     given_up, timed_out = threading.Event(), threading.Event()
-    monkeypatch.setattr(matching, "UNEXPECTED_LIMIT", limit)
 
     def run(backend: Backend) -> None:
         if backend.rank == 0:
@@ -190,7 +189,7 @@ def test_of_a_message_whose_receive_is_given_up_for_good_no_more_is_taken(
             return
         into = torch.empty(total // 4, dtype=torch.int32)
         check = patience()
-        while arrived(backend) < limit + MAX_PAYLOAD:
+        while arrived(backend) < little_room + MAX_PAYLOAD:
             check()
             assert not try_recv(backend, into, 0)
         here, memory = arrived(backend), kept(backend)

@@ -46,11 +46,9 @@ def test_when_a_group_is_over_nothing_is_kept_of_it() -> None:
     assert (kept.unexpected_bytes[1], kept.unexpected) == (0, {})
 
 
-def test_there_is_no_room_for_an_empty_message_beyond_the_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(matching, "UNEXPECTED_LIMIT", 100 * MESSAGE)
+def test_there_is_no_room_for_an_empty_message_beyond_the_limit() -> None:
     kept, taken = Matching(lambda channel, peer: False), 0
+    keep(kept, 1, matching.UNEXPECTED_LIMIT - 100 * MESSAGE, 1)
     while kept.has_room(None, 1, 0):
         keep(kept, 1, 0, 1)
         taken += 1
@@ -72,11 +70,10 @@ def wait_in_vain(backend: Backend, into: bytearray) -> None:
 @pytest.mark.parametrize("size", [0, 1])
 @pytest.mark.parametrize("ranks", OVER_SOCKETS, ids=str)
 def test_small_messages_beyond_the_limit_wait_at_the_sender_and_all_come(
-    ranks: Cluster, size: int, monkeypatch: pytest.MonkeyPatch
+    ranks: Cluster, size: int, little_room: int
 ) -> None:
     """Their receives come late, those of the last ones first: there the limit is reached."""
-    limit, messages = 6 << 20, 20_000
-    monkeypatch.setattr(matching, "UNEXPECTED_LIMIT", limit)
+    messages = 20_000
 
     def run(backend: Backend) -> int:
         if backend.rank == 1:
@@ -97,4 +94,4 @@ def test_small_messages_beyond_the_limit_wait_at_the_sender_and_all_come(
         return most
 
     most = ranks.run(run, 2)[0]
-    assert limit - MAX_PAYLOAD < most <= limit  # from there on it "takes no more"
+    assert little_room - MAX_PAYLOAD < most <= little_room  # from there on it "takes no more"

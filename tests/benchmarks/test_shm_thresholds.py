@@ -18,6 +18,12 @@ from phalanx import Backend
 from phalanx.collectives.shm import plan
 
 
+@pytest.fixture(autouse=True)
+def _thresholds_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A case leaves the last ones that it has tried."""
+    monkeypatch.setattr(plan, "THRESHOLDS", plan.THRESHOLDS)
+
+
 def test_each_threshold_is_measured() -> None:
     assert tuple(CASES) == plan.Thresholds._fields
 
@@ -27,7 +33,6 @@ def test_a_case_gives_times_of_half_today_s_and_twice(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On one rank, whose results are checked in the same way."""
-    monkeypatch.setattr(plan, "THRESHOLDS", plan.THRESHOLDS)
     monkeypatch.setattr(shm_thresholds, "CALLS", 1)
     [times] = SharedMemory().run(partial(measure, name=name, rounds=1), 1)
     assert len(times) == 3
@@ -35,7 +40,6 @@ def test_a_case_gives_times_of_half_today_s_and_twice(
 
 
 def test_a_wrong_result_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "THRESHOLDS", plan.THRESHOLDS)
     wrong = lambda case, tensor, backend: lambda: tensor.fill_(7.0)  # noqa: E731
     monkeypatch.setattr(shm_thresholds, "call_of", wrong)
 

@@ -6,23 +6,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import phalanx.launch.run as launcher
 from phalanx.cli.app import app
 from phalanx.errors import DistributedError, InvalidRankError, InvalidWorldSizeError, MisuseError
 from phalanx.launch.run import Job
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
-    """The jobs that the command line asked for, instead of running them."""
-    jobs: list[Job] = []
-
-    def note(job: Job) -> int:
-        jobs.append(job)
-        return 5
-
-    monkeypatch.setattr(launcher, "run", note)
-    return jobs
 
 
 def test_everything_after_the_script_is_the_scripts(asked: list[Job]) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 import phalanx
 from phalanx import Backend, ReduceOp
-from phalanx.collectives.shm import plan
 
 REAL = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 WHOLE = (
@@ -43,9 +42,7 @@ DTYPES: dict[torch.dtype, tuple[ReduceOp, ...]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "THRESHOLDS", plan.Thresholds(small=256, piece=1 << 10))
+pytestmark = pytest.mark.usefixtures("short_pieces")
 
 
 def values(length: int, dtype: torch.dtype, rank: int) -> Tensor:

@@ -19,19 +19,16 @@ from torch import Tensor
 
 import phalanx
 from phalanx import Backend, ReduceOp
-from phalanx.collectives.shm import plan
 from phalanx.collectives.shm.plan import SHM_ALGORITHM
 from phalanx.core.inline import ASYNCHRONOUS, BLOCKING
 from phalanx.transport.shm.epoch import ShmEpoch
 
-PIECE, SMALL = 1 << 10, 256
+PIECE = 1 << 10  # of `short_pieces`
 LONG = 40  # collectives of a thread
 DTYPES = (torch.float32, torch.int64, torch.bfloat16)
 
 
-@pytest.fixture(autouse=True)
-def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "THRESHOLDS", plan.Thresholds(small=SMALL, piece=PIECE))
+pytestmark = pytest.mark.usefixtures("short_pieces")
 
 
 def a_call(random: Random, size: int) -> Call:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import phalanx
 from phalanx import Backend, CollectiveTimeoutError, DistributedError, PeerLostError
-from phalanx.collectives.shm import executor, plan
+from phalanx.collectives.shm import executor
 from phalanx.transport.shm.control import ControlBlock
 from phalanx.transport.shm.cross_memory import ProcessMemory
 
@@ -46,6 +46,7 @@ def test_one_that_reads_too_late_raises_and_returns_nothing_torn(
     call: Callable[[Tensor, Backend, float], Tensor | None],
     give_up: Callable[[Backend, Callable[[float], object]], None],
     registered: bool,
+    thresholds: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rank 1 is held up while it copies from rank 0's tensors, until rank 0 has given up waiting
@@ -67,7 +68,7 @@ def test_one_that_reads_too_late_raises_and_returns_nothing_torn(
 
     monkeypatch.setattr(executor, "copy", slow_copy)
     monkeypatch.setattr(ProcessMemory, "read", slow_read)
-    monkeypatch.setattr(plan, "THRESHOLDS", plan.Thresholds(reduced_from=0, broadcast_from=0))
+    thresholds(reduced_from=0, broadcast_from=0)
     monkeypatch.setattr(ControlBlock, "is_crowded", lambda control: True)
 
     def run(backend: Backend) -> str:

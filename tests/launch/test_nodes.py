@@ -8,10 +8,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NoReturn
 
 import pytest
 from ports import unused_port
+from waiting import wait_until
 
 from phalanx.errors import AuthenticationError, BackendUnavailableError, MisuseError
 from phalanx.launch.nodes import NodeExit, Nodes
@@ -33,6 +35,17 @@ def stack() -> Iterator[ExitStack]:
         yield opened
 
 
+@pytest.fixture
+def no_such_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No name of a host is known, and a node tries once."""
+
+    def unknown(*_: object, **__: object) -> NoReturn:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setattr("phalanx.launch.nodes.PATIENCE", 0)
+
+
 def join(stack: ExitStack, master: str, *ranks: int, **options: int) -> list[Nodes]:
     """One node for each number of ranks."""
     common = {"nodes": len(ranks), "max_restarts": 0, **options}
@@ -49,12 +62,13 @@ def join(stack: ExitStack, master: str, *ranks: int, **options: int) -> list[Nod
 
 def until(*nodes: Nodes, generation: int | None = None) -> None:
     """Wait until the nodes have joined, or agree on how the generation has ended."""
-    deadline = time.monotonic() + PATIENCE
+
+    def over(node: Nodes) -> bool:
+        node.check()
+        return (node.placement if generation is None else node.outcome(generation)) is not None
+
     for node in nodes:
-        while (node.placement if generation is None else node.outcome(generation)) is None:
-            node.check()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(partial(over, node))
 
 
 def test_every_node_knows_its_ranks_and_those_of_all(stack: ExitStack, master: str) -> None:
@@ -68,8 +82,7 @@ def test_every_node_reads_the_same_of_every_generation(stack: ExitStack, master:
     until(*nodes)
     failure = NodeExit(1, True, "rank 1 failed: exit code 7", code=7)
     nodes[1].write(failure)
-    while not nodes[0].failed(0):
-        time.sleep(0.01)
+    wait_until(lambda: nodes[0].failed(0))
     assert nodes[0].outcome(0) is None
     nodes[0].write(NodeExit(0, failed=False))
     until(*nodes, generation=0)
@@ -127,23 +140,18 @@ def test_a_node_says_for_which_others_it_waits(stack: ExitStack, master: str) ->
     for node in (first, second):
         stack.callback(node.close, PATIENCE)
         stack.callback(node._closing.set)
-    deadline = time.monotonic() + PATIENCE
+
+    def tells(node: Nodes, told: str) -> bool:
+        node.check()
+        return node.awaited() == told
+
     for number, node in enumerate((first, second)):
         told = f"node {number} of 3 waits for node 2 to meet at {master}, for 300 s at most"
-        while node.awaited() != told:
-            node.check()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(partial(tells, node, told), node.awaited)
 
 
-def test_a_node_that_cannot_resolve_the_master_says_so_while_it_tries(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unknown(*_: object, **__: object) -> NoReturn:
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-
-    monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    monkeypatch.setattr("phalanx.launch.nodes.PATIENCE", 0)  # it tries once
+@pytest.mark.usefixtures("no_such_name")
+def test_a_node_that_cannot_resolve_the_master_says_so_while_it_tries(stack: ExitStack) -> None:
     node = Nodes(nodes=2, node_rank=1, ranks=1, master="node1:29500")
     stack.callback(node.close, PATIENCE)
     assert node.awaited() == (
@@ -174,14 +182,8 @@ def test_a_name_that_comes_late_is_waited_for_also_by_the_node_that_has_it(
     assert sum(asked.values()) >= 8
 
 
-def test_a_name_that_never_comes_is_named_by_the_node_that_has_it(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unknown(*_: object, **__: object) -> NoReturn:
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-
-    monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    monkeypatch.setattr("phalanx.launch.nodes.PATIENCE", 0)
+@pytest.mark.usefixtures("no_such_name")
+def test_a_name_that_never_comes_is_named_by_the_node_that_has_it(stack: ExitStack) -> None:
     node = Nodes(nodes=2, ranks=1, master="train-0.train:29500")
     stack.callback(node.close, PATIENCE)
     words = r"node 0 cannot listen at train-0\.train:29500: .*Name or service not known: give --mas"
@@ -196,13 +198,15 @@ def test_a_node_that_was_killed_comes_back_when_the_job_that_it_was_in_has_ended
     old = join(stack, master, 1, 1)
     until(*old)
     old[0].write(NodeExit(0, True, "rank 0 failed: it lost rank 1", code=1))
-    while not old[0].failed(0):
-        time.sleep(0.01)
+    wait_until(lambda: old[0].failed(0))
     again = Nodes(nodes=2, node_rank=1, ranks=1, master=master)
     stack.callback(again.close, PATIENCE)
-    while "to end" not in again.awaited():
+
+    def waits_for_the_end() -> bool:
         again.check()
-        time.sleep(0.01)
+        return "to end" in again.awaited()
+
+    wait_until(waits_for_the_end)
     for node in reversed(old):
         node.close(PATIENCE)
     again.check()

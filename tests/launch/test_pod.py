@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-import phalanx.launch.run as launcher
 from phalanx.errors import MisuseError
 from phalanx.launch.command import run_command
 from phalanx.launch.pod import read_pod
@@ -79,16 +77,6 @@ def test_a_value_that_makes_no_sense_is_named(name: str, value: str, words: str)
 
 def test_a_bad_value_is_no_matter_where_the_option_is_given() -> None:
     assert read_pod({**TRAINJOB, "PET_NPROC_PER_NODE": "auto"}, ranks=2).ranks == 2
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Job]]:
-    """The jobs that the command line asked for, instead of running them."""
-    jobs: list[Job] = []
-    monkeypatch.setattr(launcher, "run", lambda job: jobs.append(job) or 0)
-    for name in TRAINJOB:
-        monkeypatch.delenv(name, raising=False)
-    return jobs
 
 
 def test_the_launcher_takes_what_the_controller_says(asked: list[Job]) -> None:
