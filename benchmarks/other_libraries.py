@@ -316,7 +316,9 @@ def lacks_fake() -> str:
 class FullyShardAlone(FullyShard):
     """`fully_shard` on torch's group without communication.
 
-    It brings nothing of other ranks, so no result is right or wrong.
+    It brings nothing of other ranks, so no result is right or wrong. After it, torch gathers the
+    whole parameters of other `fully_shard`s over this group, too, as their meshes are equal: those
+    results are reported as wrong. Measure them in a run of their own.
     """
 
     def __init__(self, context: RankContext) -> None:
