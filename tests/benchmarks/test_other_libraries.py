@@ -66,7 +66,7 @@ def test_steps_without_communication_show_what_the_machine_can_do(found: Found) 
 
 
 def test_fully_shard_trains_in_memory_of_phalanx_s_group(tmp_path: Path) -> None:
-    """Not beside alone+fully_shard: torch then gathers the result over the group that sends none."""
+    """Not beside alone+fully_shard, over whose group torch would then gather the result."""
     asked = words("fsdp", "--backends", GROUP_MEMORY, "--width", "64")
     figures, _ = found_in(tmp_path, run_python(asked, folder=tmp_path))
     reasons = [left["reason"] for left in figures["left_out"]]
