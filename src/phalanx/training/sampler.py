@@ -284,7 +284,7 @@ class BatchSampler(Sampler[list[int]]):
 
     def _by_length(self, order: Tensor, lengths: Tensor, generator: torch.Generator) -> Tensor:
         batch = self._laid_out_for
-        pools = order.split(self._pool * batch)
+        pools = torch.split(order, self._pool * batch)
         order = torch.cat([pool[lengths[pool].argsort(stable=True)] for pool in pools])
         if not self._options["shuffle"]:
             return order
