@@ -342,6 +342,19 @@ def test_a_loader_that_does_not_use_the_sampler_is_refused() -> None:
         next(sampler.track(DataLoader(range(10), batch_size=4)))  # type: ignore[arg-type]
 
 
+def test_a_loader_that_brings_back_a_place_of_its_own_is_refused() -> None:
+    """As torchdata's StatefulDataLoader does when it is given a state."""
+    sampler = alone()
+
+    class Loader:
+        def __iter__(self) -> Iterator[list[int]]:
+            sampler.load_state_dict(sampler.state_dict())
+            return iter(sampler)
+
+    with pytest.raises(MisuseError, match="load the sampler's state, and not the loader's"):
+        next(sampler.track(Loader()))
+
+
 def test_one_loop_over_track_at_a_time() -> None:
     sampler = alone()
     under_way: Iterator[Any] = sampler.track(sampler)

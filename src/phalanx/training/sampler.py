@@ -196,8 +196,14 @@ class BatchSampler(Sampler[list[int]]):
         """Go on at this place, on any number of ranks and with any `batch_size`. Blocks.
 
         Raises ValueError if the state is of other samples or another seed; the place stays as it
-        was then.
+        was then. `MisuseError` inside a loop over `track`.
         """
+        if self._tracks:
+            self._refuse(
+                "load_state_dict: a loop over track is under way. Load the state before it; with "
+                "torchdata's StatefulDataLoader load the sampler's state, and not the loader's, "
+                "which is the place that its workers have come to"
+            )
         for name, value in self._identity().items():
             if state[name] != value:
                 raise ValueError(
