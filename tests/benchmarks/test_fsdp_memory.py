@@ -41,7 +41,6 @@ WHY_NOT = lacks_peaks() or ("" if gives_back() else "the C library is not glibc"
 
 def peak(backend: Backend, strategy: ShardingStrategy) -> int:
     """Bytes that a rank holds at most while a model is built, and trained with Adam."""
-    torch.set_num_threads(1)
     small = nn.Sequential(nn.Linear(4, 4, bias=False))
     train(FSDP(small, backend, strategy=strategy), 4)  # what is loaded once is there
     backend.barrier()

@@ -172,7 +172,6 @@ TOLD_APART = 512  # the width of its layers
 
 def peaks_of_two_ranks() -> list[Peak | str]:
     """Two simulated ranks are one process: what one has counts for both."""
-    torch.set_num_threads(1)
 
     def rank(backend: Backend) -> Peak | str:
         context = RankContext(backend, "", 20.0, TOLD_APART)

@@ -19,7 +19,6 @@ from typing import Any
 
 import killed_saves
 import pytest
-import torch
 from checkpoint_runs import MEMORY, assert_same, load_plain, plain_after, save_sharded, small
 from file_operations import (
     Disk,
@@ -46,7 +45,6 @@ def save(folder: Path, steps: int) -> None:
 @pytest.fixture(scope="module")
 def history() -> Iterator[tuple[list[Operation], list[int]]]:
     """The calls of all saves, and how many there had been when each of them was over."""
-    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder, recorded(folder) as operations:
         ends = []
         for steps in range(SAVES):

@@ -42,7 +42,6 @@ def serve_until_it_is_dead(backend: Backend, mode: ServerMode, life: Connection)
             backend.send(b"", 2)
             assert life.poll(20)
 
-    torch.set_num_threads(1)
     params = filled(0)
     found = ParameterServer.serve(
         params, backend, Descent, mode=mode, quorum=2, on_step=wait_for_its_death
@@ -52,7 +51,6 @@ def serve_until_it_is_dead(backend: Backend, mode: ServerMode, life: Connection)
 
 
 def work_on(backend: Backend, steps: int) -> Any:
-    torch.set_num_threads(1)
     params = filled(0)
     with ParameterServer.connect(params, backend) as client:
         for _ in range(steps):
@@ -62,7 +60,6 @@ def work_on(backend: Backend, steps: int) -> Any:
 
 
 def die_in_the_middle_of_a_push(backend: Backend, alive: Connection) -> None:
-    torch.set_num_threads(1)
     client = ParameterServer.connect(filled(0), backend)
     client.skip()
     backend.recv(bytearray(), 0)

@@ -23,10 +23,8 @@ from torch.utils.data import Sampler
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from phalanx.collectives import chunk_ranges
-from phalanx.collectives.check_same import difference
 from phalanx.core.backend import Backend
-from phalanx.errors import DesyncError, DistributedError, MisuseError
-from phalanx.parallel.guards import refuse
+from phalanx.parallel.guards import check_agreement, refuse
 from phalanx.wire.memory import readable_bytes
 
 Batch = TypeVar("Batch")
@@ -318,20 +316,12 @@ class BatchSampler(Sampler[list[int]]):
                 "collate_fn takes an empty list"
             )
 
-    def _refuse(
-        self, problem: str, kind: type[DistributedError] = MisuseError, peer: int | None = None
-    ) -> NoReturn:
-        refuse(WHO, self.backend.rank, problem, kind, peer)
+    def _refuse(self, problem: str) -> NoReturn:
+        refuse(WHO, self.backend.rank, problem)
 
     def _check_same(self, given: Mapping[str, Any]) -> None:
         lines = [f"{name}={value}" for name, value in given.items()]
-        found = difference(lines, self.backend, end="no more")
-        if found is not None:
-            self._refuse(
-                f"the ranks have different arguments: {found.text}",
-                DesyncError,
-                peer=found.odd[0],
-            )
+        check_agreement(lines, self.backend, op=WHO, remedy="Give the same on every rank")
 
 
 class EvaluationSampler(Sampler[list[int]]):
