@@ -257,6 +257,11 @@ FILES_AND_LOGGERS = (
                 "clients/test_stateful_data_loader.py::"
                 "test_an_epoch_that_is_killed_goes_on_without_a_sample_lost_or_seen_twice",
             ),
+            Claim(
+                "`BatchSampler`: an epoch goes on by its own state on another number of ranks",
+                "clients/test_stateful_data_loader.py::"
+                "test_a_batch_sampler_goes_on_in_it_on_another_number_of_ranks",
+            ),
         ),
         (
             Claim(
