@@ -24,10 +24,13 @@ from phalanx.core.backend import Backend
 from phalanx.errors import SizeMismatchError, UnsupportedOperationError
 from phalanx.fsdp.build import Initialize, UnitRule, build
 from phalanx.fsdp.gradients import call_post_accumulate_hooks
+from phalanx.fsdp.runtime import FsdpRuntime
 from phalanx.fsdp.strategy import MixedPrecision, ShardingStrategy, precision_of, strategy_of
 from phalanx.parallel.compressor_state import with_versions, without_own
 from phalanx.parallel.guards import every_rank_does
-from phalanx.parallel.wrapper import Slice, Wrapper, claim, owner_of, release
+from phalanx.parallel.joined_step import AveragingWrapper
+from phalanx.parallel.uneven import JoinPhase
+from phalanx.parallel.wrapper import Slice, claim, owner_of, release
 from phalanx.torch_internals import disable_dynamo
 
 if TYPE_CHECKING:
@@ -41,7 +44,7 @@ NOT_ELEMENTWISE = frozenset(
 """Optimizers whose step depends on a parameter's shape, or on all of its elements together."""
 
 
-class FSDP(Wrapper):
+class FSDP(AveragingWrapper):
     """A module whose parameters, gradients and optimizer state are cut into shards over ranks.
 
         model = FSDP(model, backend)
@@ -112,7 +115,7 @@ class FSDP(Wrapper):
     `full_state_dict` has not.
     """
 
-    averages = True
+    in_rounds = True
 
     def __init__(
         self,
@@ -186,19 +189,16 @@ class FSDP(Wrapper):
             self._runtime.abandon_forward()
             raise
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let backward passes in here only accumulate; the next one outside reduces the sum.
+    @property
+    def passes(self) -> FsdpRuntime:
+        return self._runtime
 
-        Full gradients stay in memory meanwhile, and are no parameter's `.grad` yet: `zero_grad()`
-        of this class drops them, and an optimizer's does not.
-        """
-        runtime = self._runtime
-        before, runtime.synchronize = runtime.synchronize, False
-        try:
-            yield
-        finally:
-            runtime.synchronize = before
+    def answer(self, phase: JoinPhase, group: int = 0) -> None:
+        """Take part, without a batch, in what other ranks do next."""
+        self._runtime.answer(phase, group)
+
+    def begin_answers(self) -> None:
+        self._runtime.forget_failed()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, also those that were accumulated under `no_sync`."""

@@ -228,8 +228,8 @@ class FlatGradient:
         """True if all means are finite."""
         return all(is_finite(mean) for mean in self._means)
 
-    def finalize(self, used: Sequence[bool]) -> list[nn.Parameter]:
-        """Add the mean to the gradients of the parameters that some rank has used: these.
+    def finalize(self, used: Sequence[bool], scale: float = 1.0) -> list[nn.Parameter]:
+        """Add the mean, scaled, to the gradients of the parameters that some rank has used: these.
 
         Their own hooks (`Tensor.register_hook`) get this rank's part of the mean before, and may
         return another one.
@@ -240,6 +240,8 @@ class FlatGradient:
             return []
         for mean in means[1:]:  # of a reentrant checkpoint
             means[0].add_(mean)
+        if scale != 1.0:
+            means[0].mul_(scale)
         parts = zip(flat.parameters, flat.split_shard(means[0]), used, strict=True)
         reached = [(p, part) for p, part, any_rank in parts if any_rank and p.requires_grad]
         for parameter, part in reached:

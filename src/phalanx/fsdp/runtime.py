@@ -43,6 +43,8 @@ from phalanx.fsdp.parameter_group import (
 from phalanx.fsdp.unsharded import ParameterSwap
 from phalanx.fsdp.write_epoch import WriteEpoch
 from phalanx.parallel.guards import every_rank_does, refuse
+from phalanx.parallel.joined_step import InStep, LeadingJoin
+from phalanx.parallel.uneven import JoinPhase, check_no_step
 from phalanx.torch_internals import (
     accumulates_everywhere,
     at_end_of_backward,
@@ -66,6 +68,9 @@ class FsdpRuntime:
     synchronize      whether backward passes reduce; if not, full gradients add up here [no_sync]
     accumulated      whether there may be gradients, on some rank, that were not reduced
                      [_begin_forward, post_accumulate_grad, finish_reduction, zero_grad]
+    join             the ranks' common state in `join` or `step` [join, step]
+    zero_weight      whether the backward pass under way is of a loss with zero weight [step,
+                     _close_backward]
     forward_pass     the one under way, or the last one [_begin_forward]
     last_order       the groups of the last one that did not fail, or a guess [post_forward]
     backward_pass    the one under way, if there is one [_begin_backward, _close_backward]
@@ -93,6 +98,8 @@ class FsdpRuntime:
         self._rank = plan.world.rank
         self.synchronize = True
         self.accumulated = False
+        self.join: LeadingJoin | InStep | None = None
+        self.zero_weight = False
         self.forward_pass = ForwardPass()
         self.last_order: Sequence[ParameterGroup] = groups
         self.backward_pass: BackwardPass | None = None
@@ -131,29 +138,36 @@ class FsdpRuntime:
         if again:
             place = len(order) - order[::-1].index(group) if group in order else 0
         else:
+            self._tell(JoinPhase.CALL, group)
             order.append(group)
             place = len(order)
         earlier = order[max(place - 1 - self.prefetch, 0) : max(place - 1, 0)][::-1]
         outer = stack[-1][0] if stack else None
         call = ForwardCall(group, forward, self.write_epoch.number, earlier, outer)
         stack.append((call, sys.exc_info()[1], _nodes((args, kwargs))))
-        group.unshard()
+        self._unshard(group)
         group.wait_for_unshard()
         group.state.on_backward = partial(self.pre_backward, call)
         if not again:
             for following in self.last_order[place : place + self.prefetch]:
-                following.unshard()
+                self._unshard(following)
         precision = self.plan.precision if not group.name else None
         return precision.cast((args, kwargs)) if precision is not None else None
 
-    def _begin_forward(self) -> None:
-        if self.backward_pass is not None:  # it failed: nothing of it counts
+    def forget_failed(self) -> None:
+        """Forget a backward pass that an error has cut short: nothing of it counts."""
+        if self.backward_pass is not None:
             self.under_way = ()
             for gradient in self.gradients:
                 gradient.abandon()
             if self.compression is not None:
                 self.compression.compressor.rollback()
             self._close_backward(self.backward_pass)
+
+    def _begin_forward(self) -> None:
+        self.forget_failed()
+        if self.join is not None:
+            self.join.exchange(JoinPhase.FORWARD)
         self.plan.world.mark("FSDP.forward()")
         self.write_epoch.wait_for_writes()
         self.swap.swap_in("forward")
@@ -213,7 +227,7 @@ class FsdpRuntime:
         """Unshard the written groups, in memory that stays. Blocks."""
         self.write_epoch.wait_for_writes()
         for group in self.groups:
-            group.unshard()
+            self._unshard(group)
         for group in self.groups:
             group.wait_for_unshard()
 
@@ -222,7 +236,37 @@ class FsdpRuntime:
         self.write_epoch.wait_for_writes()
         self.forward_pass.prefetched_next = True
         for group in dict.fromkeys((*self.last_order, *self.groups)):
+            self._unshard(group)
+
+    def _unshard(self, group: ParameterGroup) -> None:
+        """Begin to unshard a group, if that has not begun; tell ranks that follow this one."""
+        if group.state.now == "SHARDED":
+            self._tell(JoinPhase.UNSHARD, group)
+        group.unshard()
+
+    # Ranks without a batch ------------------------------------------------------------------
+
+    def _tell(self, phase: JoinPhase, group: ParameterGroup) -> None:
+        if self.join is not None:
+            self.join.tell(phase, self.groups.index(group))
+
+    def answer(self, phase: JoinPhase, number: int) -> None:
+        """Do, without a batch, as the rank that this one follows, with a group; give zeros."""
+        group = self.groups[number]
+        if phase is JoinPhase.FORWARD:
+            self.plan.world.mark("FSDP.forward()")
+            self.write_epoch.wait_for_writes()
+            self.last_order = self.forward_pass.order = []
+        elif phase is JoinPhase.CALL:
+            self.forward_pass.order.append(group)
+        elif phase is JoinPhase.UNSHARD:
             group.unshard()
+            group.wait_for_unshard()
+            group.reshard()
+        elif phase is JoinPhase.REDUCE:
+            self._reduce(group)
+        else:
+            call_post_accumulate_hooks(self.finish_reduction(()))
 
     # The backward pass: follow it -----------------------------------------------------------
 
@@ -237,7 +281,7 @@ class FsdpRuntime:
         tensors = [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.grad_fn]
         computed = [t for t in tensors if t.grad_fn not in before]
         for number, output in enumerate(computed):
-            output.register_hook(lambda _, n=number: self._at_output(call, n))  # type: ignore[no-untyped-call]
+            output.register_hook(lambda grad, n=number: self._at_output(call, n, grad))  # type: ignore[no-untyped-call]
         # A leaf would collect the hooks of all passes.
         if computed and before and None not in before:
             call.inputs = len(before)
@@ -250,8 +294,8 @@ class FsdpRuntime:
         at_end_of_backward(partial(self._end_backward, backward))
         return backward
 
-    def _at_output(self, call: ForwardCall, output: int) -> None:
-        """Take the gradient of an output of a group."""
+    def _at_output(self, call: ForwardCall, output: int, grad: Tensor) -> Tensor | None:
+        """Take the gradient of an output of a group. Returns another one in its place, or None."""
         if output in call.spent:
             refuse(
                 "FSDP",
@@ -261,6 +305,8 @@ class FsdpRuntime:
             )
         self.pre_backward(call)
         call.group.calls[call].add(output)
+        # The loss of no samples may have made NaN of the zeros that came into it.
+        return torch.where(grad.isfinite(), grad, 0) if self.zero_weight else None
 
     @every_rank_does("FSDP")
     def pre_backward(self, call: ForwardCall) -> None:
@@ -279,10 +325,10 @@ class FsdpRuntime:
         opened = not call.inputs or call not in group.calls
         if opened:
             self._open(call, backward)
-        group.unshard()
+        self._unshard(group)
         group.wait_for_unshard()
         for earlier in call.earlier if opened else ():
-            earlier.unshard()
+            self._unshard(earlier)
 
     def _open(self, call: ForwardCall, backward: BackwardPass) -> None:
         """Open this call: the backward pass has come to it, and so has left groups before it."""
@@ -309,6 +355,8 @@ class FsdpRuntime:
         self, group: ParameterGroup, gradient: FlatGradient, number: int, _: Tensor
     ) -> None:
         """Take the whole gradient of an unsharded parameter from autograd."""
+        if self.join is not None:
+            self.join.check_backward()
         backward = self.backward_pass or self._begin_backward()
         backward.accumulates = True
         if group.phase is IDLE:
@@ -357,6 +405,9 @@ class FsdpRuntime:
 
     def _reduce(self, group: ParameterGroup) -> None:
         """Reduce the gradients of a group, when those of the one before are on this rank."""
+        if self.join is None:
+            check_no_step("FSDP", self.plan.world)
+        self._tell(JoinPhase.REDUCE, group)
         for gradient in self.under_way:
             gradient.finish_scattering()
         for gradient in group.gradients:
@@ -371,9 +422,11 @@ class FsdpRuntime:
         Returns the parameters that have got one.
         """
         compressor = self.compression.compressor if self.compression is not None else None
+        scale = self.plan.world.world_size / self.join.divisor if self.join is not None else 1.0
         try:
             for group in groups:
                 self._reduce(group)
+            self._tell(JoinPhase.FINISH, self.groups[0])
             for gradient in self.gradients:
                 gradient.finish()
             self.under_way = ()
@@ -393,7 +446,7 @@ class FsdpRuntime:
             compressor.end_pass(counts=not used.pop())
         reached, flag = [], iter(used)
         for gradient in self.gradients:
-            reached += gradient.finalize([next(flag) for _ in gradient.flat.parameters])
+            reached += gradient.finalize([next(flag) for _ in gradient.flat.parameters], scale)
         self.accumulated = False
         self.plan.world.progress.count(self)
         return reached
@@ -416,6 +469,7 @@ class FsdpRuntime:
 
     def _close_backward(self, backward: BackwardPass) -> None:
         self.backward_pass = None
+        self.zero_weight = False
         self.forward_pass.has_graph &= backward.makes_graph or backward.keeps_graph
         self.swap.swap_out("backward")
         for group in backward.reached:

@@ -11,8 +11,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from math import isfinite
 from typing import Any
@@ -33,13 +31,14 @@ from phalanx.parallel.guards import (
     check_same_model,
     explain,
 )
+from phalanx.parallel.joined_step import AveragingWrapper, InStep, Scaled
 from phalanx.parallel.reducer import Reducer
-from phalanx.parallel.uneven import Join, JoinPhase, check_joinable
-from phalanx.parallel.wrapper import Wrapper, claim
+from phalanx.parallel.uneven import Join, JoinPhase
+from phalanx.parallel.wrapper import claim
 from phalanx.torch_internals import disable_dynamo, inside_backward
 
 
-class DDP(Wrapper):
+class DDP(AveragingWrapper):
     """A module whose gradients are averaged over the ranks of `backend`, during backward.
 
         model = DDP(model, backend)                 # parameters and buffers become rank 0's
@@ -47,7 +46,7 @@ class DDP(Wrapper):
         optimizer.step()
 
     With equal batch sizes and a loss that is a mean, these are the gradients of the joined batch.
-    For batches of different sizes see `weighted`, for different numbers of them `join`.
+    For other batches, and micro-batches, see `step`; for different numbers of them `join`.
 
     module         the model; the same on every rank, in structure. Its parameters and buffers are
                    overwritten with rank 0's here, in place, so an optimizer may exist already
@@ -97,7 +96,6 @@ class DDP(Wrapper):
     with `strict=False`; `.module.state_dict()` is without them.
     """
 
-    averages = True
     made_anew = frozenset({"_averaging", "_finite", "_reducer"})
 
     def __init__(
@@ -209,15 +207,6 @@ class DDP(Wrapper):
         tensors = [*self.module.parameters(), *self.module.buffers()]
         broadcast_all_(tensors, self.backend, root)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let backward passes in here only accumulate; the next one outside averages the sum."""
-        before, self._reducer.synchronize = self._reducer.synchronize, False
-        try:
-            yield
-        finally:
-            self._reducer.synchronize = before
-
     def weighted(self, loss: Tensor, samples: float) -> Tensor:
         """Return the loss, a mean over this rank's `samples`, scaled to count with that weight.
 
@@ -236,74 +225,29 @@ class DDP(Wrapper):
         count = float(samples)
         if not (isfinite(count) and count >= 0):
             raise ValueError(f"samples must be a number of at least 0, not {samples!r}")
-        join = self._reducer.join or Join(self.backend, divide_by_initial_world_size=True)
+        if isinstance(self._reducer.join, InStep):
+            self._refuse("weighted() inside step(), whose losses are sums: step.backward(sum)")
+        join = self._reducer.join or Join("DDP", self.backend, divide_by_initial_world_size=True)
         join.exchange(JoinPhase.WEIGHTING, count)
-        factor = count * join.divisor / join.samples if count else 0.0
-        return _Weight.apply(loss, factor, self._reducer)  # type: ignore[no-any-return, no-untyped-call]
+        factor = count * join.divisor / sum(join.samples) if count else 0.0
+        return Scaled.apply(loss, factor, [self._reducer])  # type: ignore[no-any-return, no-untyped-call]
 
-    @contextmanager
-    def join(
-        self,
-        step: Callable[[], object] | None = None,
-        *,
-        divide_by_initial_world_size: bool = False,
-        throw_on_early_termination: bool = False,
-    ) -> Iterator[None]:
-        """Let each rank train in here on its own number of batches; none at all, too.
+    @property
+    def passes(self) -> Reducer:
+        return self._reducer
 
-            def step():                      # whatever follows backward, without communication
-                optimizer.step()
-                optimizer.zero_grad()
+    def answer(self, phase: JoinPhase, group: int = 0) -> None:
+        """Take part, without a batch, in what other ranks do next."""
+        if phase is JoinPhase.FORWARD:
+            self._broadcast_buffers()
+        elif phase is not JoinPhase.WEIGHTING:
+            self._reducer.answer(phase, drop=not isinstance(self._reducer.join, InStep))
 
-            with ddp.join(step):
-                for x, y in batches:
-                    loss_of(ddp(x), y).backward()
-                    step()
+    def begin_answers(self) -> None:
+        self._reducer.begin_forward()
 
-        A rank that leaves the block answers those that have not, with zeros, until all have: it
-        blocks, and its `.grad`s become theirs. In the end parameters and buffers are those of a
-        rank that trained to the last.
-
-        step        called on a rank that waits, after each averaging backward pass of the others,
-            so that its optimizer and schedule stay those of the others (count the calls, if several
-            are one step). Leave it out only if they hold no state (plain SGD): momentum that stayed
-            behind pulls the ranks apart in the next epoch
-        divide_by_initial_world_size  divide sums of gradients by the number of all ranks; else by
-            that of the ranks that have a batch, which gives the gradient of the joined batch
-            (torch's default is the former). With `weighted` both are the same
-        throw_on_early_termination  when a rank is over, and others are not, raise `MisuseError` on
-            every rank
-
-        Every rank enters and leaves the block. Costs a message of 16 bytes for each averaging
-        backward pass, for each forward pass that broadcasts buffers, and for each `weighted`.
-        `no_sync` and `sync_gradients` work; gradients that a rank leaves accumulated and not
-        averaged are dropped. One DDP at a time on one backend. Raises `MisuseError` for a model
-        with `SyncBatchNorm`, which needs every rank, unless it is to throw.
-        """
-        reducer = self._reducer
-        layers = nn.Identity() if throw_on_early_termination else self.module
-        check_joinable(layers, self.backend, reducer.join)
-        reducer.join = join = Join(
-            self.backend,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-            throw_on_early_termination=throw_on_early_termination,
-        )
-        try:
-            yield
-            self._answer_the_others(join, step)
-        finally:
-            reducer.join = None
+    def end_join(self, join: Join) -> None:
         self.broadcast_parameters(join.leader)
-
-    def _answer_the_others(self, join: Join, step: Callable[[], object] | None) -> None:
-        self._reducer.begin_forward()  # forgets a backward pass that failed here
-        while (phase := join.exchange(JoinPhase.OVER)) is not JoinPhase.OVER:
-            if phase is JoinPhase.FORWARD:
-                self._broadcast_buffers()
-            elif phase in (JoinPhase.BACKWARD, JoinPhase.CATCHING_UP):
-                self._reducer.answer(phase)
-                if step is not None:
-                    step()
 
     @property
     def bytes_sent(self) -> int:
@@ -330,27 +274,3 @@ class DDP(Wrapper):
         an ordinary `backward()` all gradients are final.
         """
         self._reducer.catch_up()
-
-
-class _Weight(torch.autograd.Function):
-    """A loss, scaled so that the mean over the ranks is that of the joined batch.
-
-    With n_r samples on rank r, N on all p ranks, and L_r the mean loss of rank r's samples,
-
-        L = sum over r of n_r / N * L_r  =  1/p * sum over r of (p * n_r / N) * L_r
-
-    is the mean loss of all samples. DDP averages over ranks, so rank r's loss is scaled by p * n_r
-    / N. The loss is scaled, and not the averaged gradient, since `SyncBatchNorm` mixes the ranks'
-    losses on their way back. With 0 samples it is 0, and so is its gradient (the mean of no samples
-    is NaN, and so is its gradient: neither may reach the other ranks).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, factor: float, reducer: Reducer) -> Tensor:
-        ctx.factor, ctx.reducer = factor, reducer
-        return loss * factor if factor else torch.zeros_like(loss)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.reducer.zero_weight = ctx.factor == 0
-        return (grad * ctx.factor if ctx.factor else torch.zeros_like(grad)), None, None

@@ -35,7 +35,8 @@ from phalanx.parallel.averaging import (
     batches,
 )
 from phalanx.parallel.guards import AVERAGING, UNANSWERED, DriftCheck, FiniteCheck, explain, refuse
-from phalanx.parallel.uneven import Join, JoinPhase
+from phalanx.parallel.joined_step import InStep
+from phalanx.parallel.uneven import Join, JoinPhase, check_no_step
 from phalanx.parallel.wrapper import WrapperHook
 from phalanx.torch_internals import (
     accumulates_everywhere,
@@ -71,7 +72,7 @@ class Reducer:
         drift: DriftCheck | None,
     ) -> None:
         self.synchronize = True
-        self.join: Join | None = None
+        self.join: Join | InStep | None = None
         self.zero_weight = False
         self.unanswered = 0
         self._backend = backend
@@ -133,6 +134,11 @@ class Reducer:
             for batch in batches((p for p in self._order if p in in_buckets), self._bucket_size)
         ]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.views}
+
+    @property
+    def accumulated(self) -> bool:
+        """True if there are gradients that were never averaged."""
+        return any(p.grad is not None for p in self._unsynchronized)
 
     # Forward passes -------------------------------------------------------------------------
 
@@ -202,6 +208,8 @@ class Reducer:
             self._follow_freezing()
             if self.join is not None:
                 self.join.exchange(phase)
+            else:
+                check_no_step("DDP", self._backend)
 
     def _follow_freezing(self) -> None:
         """Average the parameters trained now in this pass; the labels tell ranks that differ."""
@@ -219,6 +227,8 @@ class Reducer:
         self = reference()
         if self is None or not parameter.requires_grad:  # frozen since: torch adds nothing
             return
+        if self.join is not None:
+            self.join.check_backward()
         if not self.synchronize:
             self._unsynchronized.add(parameter)
             return
@@ -269,10 +279,13 @@ class Reducer:
             self._finish_pass(JoinPhase.CATCHING_UP)
 
     @torch.no_grad()
-    def answer(self, phase: JoinPhase) -> None:
-        """Average zeros with the gradients of the ranks that have a batch, into `.grad`."""
+    def answer(self, phase: JoinPhase, *, drop: bool) -> None:
+        """Average zeros with the gradients of the ranks that have a batch, into `.grad`.
+
+        drop   this rank's earlier gradients; else they are averaged as on the other ranks
+        """
         self._follow_freezing()
-        for parameter in self._trained:
+        for parameter in self._trained if drop else ():
             parameter.grad = None
         for parameter in self._bucket_of:
             self._put(parameter)

@@ -1,4 +1,4 @@
-"""Uneven inputs: ranks with fewer batches (`DDP.join`).
+"""Uneven inputs: ranks with fewer batches (`join`).
 
 Ranks that have no batch left answer those that have one, until none has:
 
@@ -7,12 +7,14 @@ Ranks that have no batch left answer those that have one, until none has:
     rank 2   batch 1 | batch 2 | batch 3 | -- answers ---- | parameters of rank 1
 
 An answer is the collective that the others wait for, with zeros in it. (Li et al. 2020 leave uneven
-inputs open; torch's `Join` context manager is the same idea.)
+inputs open; torch's `Join` context manager is the same idea.) `joined_step.py` is about ranks with
+less of one step.
 """
 
 from __future__ import annotations
 
 import enum
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -24,9 +26,9 @@ from phalanx.parallel.guards import refuse
 from phalanx.parallel.sync_batch_norm import SyncBatchNorm
 
 
-def check_joinable(module: nn.Module, backend: Backend, already: Join | None) -> None:
+def check_joinable(module: nn.Module, who: str, backend: Backend, already: object | None) -> None:
     """Raise `MisuseError` if no rank could answer for this module, or it is in `join` already."""
-    problem = "join() inside join()" if already is not None else None
+    problem = "join() inside join(), or inside step()" if already is not None else None
     for name, layer in module.named_modules():
         if isinstance(layer, SyncBatchNorm):
             problem = (
@@ -35,7 +37,7 @@ def check_joinable(module: nn.Module, backend: Backend, already: Join | None) ->
                 "weighted with 0 samples; or use join(throw_on_early_termination=True)"
             )
     if problem is not None:
-        refuse("DDP", backend.rank, problem)
+        refuse(who, backend.rank, problem)
 
 
 # The join header: each rank says which phase of training it is about to begin, before it does.
@@ -46,6 +48,17 @@ def check_joinable(module: nn.Module, backend: Backend, already: Join | None) ->
 # So ranks that have no batch left know the others' waits, and samples can be counted.
 
 
+OPEN_STEPS: WeakKeyDictionary[Backend, object] = WeakKeyDictionary()
+"""The step under way on a backend: wrappers that are not in it do not average meanwhile."""
+
+
+def check_no_step(who: str, backend: Backend) -> None:
+    """Raise `MisuseError` if a step is under way on this backend, of another wrapper."""
+    if OPEN_STEPS and backend in OPEN_STEPS:
+        problem = "a backward pass averages inside the step() of another wrapper, without weights"
+        refuse(who, backend.rank, f"{problem}: call step() of one around the whole model")
+
+
 class JoinPhase(enum.IntEnum):
     """The next action of a rank."""
 
@@ -54,6 +67,12 @@ class JoinPhase(enum.IntEnum):
     WEIGHTING = 2  # a loss is weighted with a number of samples
     BACKWARD = 3  # a backward pass that averages gradients
     CATCHING_UP = 4  # accumulated gradients are averaged, outside a backward pass
+    STEP = 5  # a step of a joined batch, with a weight, and a number of micro-batches
+    # In a pass of FSDP, for a parameter group; told by the leader alone (`joined_step.py`)
+    CALL = 6  # forward of its module
+    UNSHARD = 7
+    REDUCE = 8
+    FINISH = 9  # to reduce, all groups
 
 
 _WORDS = {
@@ -61,19 +80,24 @@ _WORDS = {
     JoinPhase.WEIGHTING: "weights a loss",
     JoinPhase.BACKWARD: "begins a backward pass",
     JoinPhase.CATCHING_UP: "averages accumulated gradients",
+    JoinPhase.STEP: "begins a step()",
 }
+_PHASES = len(JoinPhase)
 
 
 class Join:
     """The ranks' common state while their numbers of batches may differ.
 
+    who       the wrapper's name in errors
     active    the ranks that had a batch in the last header in which any had
-    samples   of all ranks, in the last header
+    samples   of each rank, in the last header
+    counts    of the micro-batches of each rank, in the last header
     throws    whether to raise an error if one rank is over and another is not
     """
 
     def __init__(
         self,
+        who: str,
         backend: Backend,
         *,
         divide_by_initial_world_size: bool,
@@ -81,9 +105,14 @@ class Join:
     ) -> None:
         self.throws = throw_on_early_termination
         self.active = list(range(backend.world_size))
-        self.samples = 0.0
+        self.samples: list[float] = []
+        self.counts: list[int] = []
+        self._who = who
         self._backend = backend
         self._divide_by_all = divide_by_initial_world_size
+
+    def check_backward(self) -> None:
+        """Any backward pass is right here."""
 
     @property
     def leader(self) -> int:
@@ -95,7 +124,7 @@ class Join:
         """Return the divisor of a sum of gradients."""
         return self._backend.world_size if self._divide_by_all else len(self.active)
 
-    def exchange(self, phase: JoinPhase, samples: float = 0.0) -> JoinPhase:
+    def exchange(self, phase: JoinPhase, samples: float = 0.0, count: int = 0) -> JoinPhase:
         """Tell the ranks this one's next action; block until all have told theirs. Return that of
         the ranks with a batch; OVER if none has.
 
@@ -103,13 +132,14 @@ class Join:
         one rank is over, another is not, and `throws` is set.
         """
         backend = self._backend
-        row = torch.tensor([[float(phase), samples]], dtype=torch.float64)
-        rows = all_gather(row, backend).tolist()
-        phases = [JoinPhase(int(row[0])) for row in rows]
+        row = torch.tensor([[count * _PHASES + phase, samples]], dtype=torch.float64)
+        rows = all_gather(row, backend, label=f"{self._who}: next").tolist()
+        phases = [JoinPhase(int(row[0]) % _PHASES) for row in rows]
         active = [rank for rank, theirs in enumerate(phases) if theirs is not JoinPhase.OVER]
         if not active:
             return JoinPhase.OVER
-        self.active, self.samples = active, sum(row[1] for row in rows)
+        self.active, self.samples = active, [row[1] for row in rows]
+        self.counts = [int(row[0]) // _PHASES for row in rows]
         first, common = active[0], phases[active[0]]
         other = next((rank for rank in active if phases[rank] is not common), None)
         if other is not None:
@@ -118,7 +148,7 @@ class Join:
                 "rank that has a batch has to do the same with it"
             )
             peer = other if other != backend.rank else first
-            refuse("DDP", backend.rank, problem, DesyncError, peer)
+            refuse(self._who, backend.rank, problem, DesyncError, peer)
         over = [rank for rank, theirs in enumerate(phases) if theirs is JoinPhase.OVER]
         if self.throws and over:
             noun = "ranks" if len(over) > 1 else "rank"
@@ -126,5 +156,5 @@ class Join:
                 f"{noun} {', '.join(map(str, over))} ran out of batches, and others have not "
                 "(throw_on_early_termination=True)"
             )
-            refuse("DDP", backend.rank, problem, peer=over[0])
+            refuse(self._who, backend.rank, problem, peer=over[0])
         return common

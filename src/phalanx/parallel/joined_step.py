@@ -1,0 +1,455 @@
+"""One step of a joined batch, of which each rank has a part of its own size (`step`).
+
+    gradients  =  those of  (sum of all ranks' losses) / (sum of all ranks' weights)
+
+    rank 0   F B | F B | F B, averages        3 micro-batches
+    rank 1   F B | ....| ..., averages        1, and zeros: as rank 0 tells it
+    rank 2   ....| ....| ..., averages        0
+
+Wrappers average over p ranks, so losses are scaled by p / (sum of weights) before. A rank that has
+fewer micro-batches than others follows the leader, the first of those with the most: the leader
+tells what it is about to send or average, and such a rank takes part, with zeros. DDP's ranks need
+each other in one pass only, and FSDP's in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import isfinite, nan
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.collectives import all_reduce_, recv, send
+from phalanx.core.backend import Backend
+from phalanx.errors import DistributedError, MisuseError
+from phalanx.parallel.guards import refuse
+from phalanx.parallel.uneven import OPEN_STEPS, Join, JoinPhase, check_joinable
+from phalanx.parallel.wrapper import Wrapper
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+TAG = 0x57E9  # of the leader's messages
+
+
+class Passes(Protocol):
+    """The part of a wrapper that runs its passes, as far as `step` and `join` set it.
+
+    synchronize   whether backward passes average; if not, they accumulate on this rank
+    join          the ranks' common state in `join` or `step`, which is told of each phase
+    zero_weight   whether the backward pass that runs is of a loss with zero weight
+    accumulated   whether there are gradients that were not averaged
+    """
+
+    synchronize: bool
+    join: Any
+    zero_weight: bool
+
+    @property
+    def accumulated(self) -> bool: ...
+
+
+class AveragingWrapper(Wrapper):
+    """A wrapper that averages gradients in backward passes.
+
+    in_rounds   whether ranks need each other in each micro-batch, and not only in the last one
+    """
+
+    averages = True
+    in_rounds: ClassVar[bool] = False
+
+    @property
+    def passes(self) -> Passes:
+        raise NotImplementedError
+
+    def answer(self, phase: JoinPhase, group: int = 0) -> None:
+        """Take part, without a batch, in what other ranks do next."""
+        raise NotImplementedError
+
+    def begin_answers(self) -> None:
+        """Forget a backward pass that failed on this rank, which has no batch left."""
+
+    def end_join(self, join: Join) -> None:
+        """Make what ranks without a batch have missed alike."""
+
+    def step(self, weight: float | Tensor, *, micro_batches: int = 1) -> JoinedStep:
+        """Return a context for one step of a joined batch: all ranks' micro-batches of it together.
+
+            with model.step(tokens, micro_batches=len(parts)) as step:
+                for inputs, labels in parts:
+                    step.backward(sum_of_losses(model(inputs), labels))
+            optimizer.step()
+            log(step.loss)                          # of the joined batch, the same on every rank
+
+        Gradients are then those of (sum of all losses) / (sum of all weights), as in one process
+        that has the joined batch; whatever the ranks' weights and numbers of micro-batches are. All
+        but the last micro-batch only accumulate.
+
+        weight         of all that this rank has in the step: rows, tokens that count, ...; a number
+                       of at least 0. With 0 it adds nothing, even if its loss is NaN
+        micro_batches  number of `step.backward` calls of this rank; 0 if it has no batch
+
+        Every rank enters it, in `join` too, where ranks without a batch left are as with 0. Costs a
+        message of 16 bytes at its beginning and one of 8 at its end, which block. Raises, on every
+        rank, ValueError if a rank's weight is negative, infinite, NaN or has a gradient, or all are
+        0; `MisuseError` for a step in a step, for gradients that were accumulated before it and
+        not averaged, for backward passes by another way, and if there are more or fewer than said.
+        """
+        return JoinedStep(self, weight, micro_batches)
+
+    @contextmanager
+    def join(
+        self,
+        step: Callable[[], object] | None = None,
+        *,
+        divide_by_initial_world_size: bool = False,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
+        """Let each rank train in here on its own number of batches; none at all, too.
+
+            def step():                      # whatever follows backward, without communication
+                optimizer.step()
+                optimizer.zero_grad()
+
+            with model.join(step):
+                for x, y in batches:
+                    loss_of(model(x), y).backward()
+                    step()
+
+        A rank that leaves the block answers those that have not, with zeros, until all have: it
+        blocks, and its `.grad`s become theirs. In the end parameters and buffers are those of a
+        rank that trained to the last.
+
+        step        called on a rank that waits, after each averaging backward pass of the others,
+            so that its optimizer and schedule stay those of the others (count the calls, if several
+            are one step). Leave it out only if they hold no state (plain SGD): momentum that stayed
+            behind pulls the ranks apart in the next epoch
+        divide_by_initial_world_size  divide sums of gradients by the number of all ranks; else by
+            that of the ranks that have a batch, which gives the gradient of the joined batch
+            (torch's default is the former). With `weighted` both are the same
+        throw_on_early_termination  when a rank is over, and others are not, raise `MisuseError` on
+            every rank
+
+        Every rank enters and leaves the block. Costs a message of 16 bytes for each averaging
+        backward pass, for each forward pass that broadcasts buffers, and for each `weighted`.
+        `no_sync` and `sync_gradients` work; gradients that a rank leaves accumulated and not
+        averaged are dropped. One DDP at a time on one backend. Raises `MisuseError` for a model
+        with `SyncBatchNorm`, which needs every rank, unless it is to throw.
+        """
+        passes, who = self.passes, type(self).__name__
+        layers = nn.Identity() if throw_on_early_termination else self.module
+        check_joinable(layers, who, self.backend, passes.join)
+        passes.join = join = (LeadingJoin if self.in_rounds else Join)(
+            who,
+            self.backend,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+            throw_on_early_termination=throw_on_early_termination,
+        )
+        try:
+            yield
+            self._answer_the_others(join, step or (lambda: None))
+        finally:
+            passes.join = None
+        self.end_join(join)
+
+    def _answer_the_others(self, join: Join, step: Callable[[], object]) -> None:
+        self.begin_answers()
+        while (phase := join.exchange(JoinPhase.OVER)) is not JoinPhase.OVER:
+            if phase is JoinPhase.STEP:
+                JoinedStep(self, 0.0, 0).answer(join)
+                step()
+                continue
+            self.answer(phase, 0)
+            if phase in (JoinPhase.BACKWARD, JoinPhase.CATCHING_UP):
+                step()
+            if self.in_rounds and phase is JoinPhase.FORWARD:
+                follow([self], join.leader, step)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes in here only accumulate; the next one outside averages the sum."""
+        passes = self.passes
+        before, passes.synchronize = passes.synchronize, False
+        try:
+            yield
+        finally:
+            passes.synchronize = before
+
+
+class JoinedStep:
+    """A step that is under way, or over; see `step` of DDP and FSDP.
+
+    loss      (sum of all ranks' losses) / (sum of their weights), when the step is over
+    weight    the sum of all ranks' weights
+    """
+
+    def __init__(
+        self, wrapper: AveragingWrapper, weight: float | Tensor, micro_batches: int
+    ) -> None:
+        self.loss = nan
+        self.weight = nan
+        self._wrapper = wrapper
+        self._all = [m for m in wrapper.modules() if isinstance(m, AveragingWrapper)]
+        self._backend = wrapper.backend
+        self._given = weight, micro_batches
+        self._losses: list[Tensor] = []
+        self._done = 0  # micro-batches
+        self._in_backward = False
+
+    # The agreement --------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        outer, (given, count) = self._wrapper.passes.join, self._given
+        if isinstance(outer, InStep):
+            self._fail("step() inside step()")
+        problem, weight = None, nan
+        try:
+            weight = self._checked(given, count)
+        except (TypeError, ValueError, DistributedError) as error:
+            problem = error
+        agreed = outer or Join(
+            type(self._wrapper).__name__, self._backend, divide_by_initial_world_size=True
+        )
+        try:
+            agreed.exchange(JoinPhase.STEP, weight, 0 if problem else count)
+        finally:
+            if problem is not None:
+                raise problem
+        self.begin(agreed)
+        return self
+
+    def _checked(self, weight: float | Tensor, count: int) -> float:
+        """Return the weight; raise for one that is none, and where a step cannot begin."""
+        if isinstance(weight, Tensor) and weight.requires_grad:
+            raise ValueError("step(): weight has a gradient: give its .item()")
+        number = float(weight)
+        if not (isfinite(number) and number >= 0):
+            raise ValueError(f"step(): weight must be a number of at least 0, not {weight!r}")
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise ValueError(f"step(): micro_batches must be 0 or more, not {count!r}")
+        if not count and number:
+            raise ValueError(f"step(): a weight of {number} needs a micro-batch, and there is none")
+        for each in self._all:
+            if not each.passes.synchronize or each.passes.accumulated:
+                refuse(
+                    type(each).__name__,
+                    self._backend.rank,
+                    "step() inside no_sync(), or with gradients from before that were not "
+                    "averaged: step() accumulates all its micro-batches by itself",
+                )
+            if each.backend is not self._backend:
+                refuse(
+                    type(each).__name__,
+                    self._backend.rank,
+                    "step() of a model in which some wrappers average over other ranks",
+                )
+        return number
+
+    def begin(self, agreed: Join) -> None:
+        """Begin, with what the ranks have agreed on; also on a rank that `join` has left."""
+        rank, counts = self._backend.rank, agreed.counts
+        bad = [r for r, samples in enumerate(agreed.samples) if not isfinite(samples)]
+        self.weight = sum(agreed.samples)
+        if bad or not self.weight:
+            problem = (
+                f"rank {bad[0]} cannot begin it; see its error" if bad else "all weights are 0"
+            )
+            raise ValueError(f"rank {rank}: step(): {problem}")
+        self._weights, self._counts = agreed.samples, counts
+        self._rounds = max(counts)
+        self.leader = counts.index(self._rounds)
+        needed = self._rounds if self._wrapper.in_rounds else 1
+        self._short = [r for r, count in enumerate(counts) if count < needed]
+        self._before = [each.passes.join for each in self._all]
+        for number, each in enumerate(self._all):
+            each.passes.join = InStep(self, number, agreed.active)
+        OPEN_STEPS[self._backend] = self
+        self._synchronize()
+
+    # Micro-batches --------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Run the backward pass of one micro-batch; the last one averages.
+
+        loss      the sum of the losses of the micro-batch, of one element
+        options   of `Tensor.backward`, such as `retain_graph`
+        """
+        rank = self._backend.rank
+        if self._done >= self._counts[rank]:
+            self._fail(f"a micro-batch more than the {self._counts[rank]} that step() was told of")
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            self._fail(f"step.backward() takes the sum of the losses, with a graph, not {loss!r}")
+        if any(each.passes.synchronize is not self._last for each in self._all):
+            self._fail("no_sync() inside step(), which accumulates by itself")
+        weight = self._weights[rank]
+        factor = self._backend.world_size / self.weight if weight else 0.0
+        if weight:
+            self._losses.append(loss.detach().double().cpu().view(()))
+        self._in_backward = True
+        try:
+            passes = [each.passes for each in self._all]
+            Scaled.apply(loss, factor, passes).backward(**options)  # type: ignore[no-untyped-call]
+        finally:
+            self._in_backward = False
+        self._done += 1
+        self._synchronize()
+
+    @property
+    def _last(self) -> bool:
+        """Whether the next micro-batch of this rank averages."""
+        own = self._counts[self._backend.rank]
+        return self._done + 1 == (self._rounds if self._wrapper.in_rounds else own)
+
+    def _synchronize(self) -> None:
+        for each in self._all:
+            each.passes.synchronize = self._last
+
+    def check_backward(self) -> None:
+        """Refuse gradients that come in a step by another way than `backward`."""
+        if not self._in_backward:
+            self._fail("a backward pass inside step(), and not by step.backward(loss)")
+
+    # The end --------------------------------------------------------------------------------
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._finish()
+        finally:
+            self._close()
+
+    def _finish(self) -> None:
+        rank = self._backend.rank
+        if self._done < self._counts[rank]:
+            self._fail(
+                f"step() was told of {self._counts[rank]} micro-batches, and there were "
+                f"{self._done} backward passes"
+            )
+        if rank in self._short:
+            follow(self._all, self.leader)
+        if rank == self.leader:
+            tell(self._short, self._backend, JoinPhase.OVER)
+        total = torch.stack([torch.zeros((), dtype=torch.float64), *self._losses]).sum()
+        self.loss = (
+            float(all_reduce_(total, self._backend, label="the loss of a step")) / self.weight
+        )
+
+    def _close(self) -> None:
+        OPEN_STEPS.pop(self._backend, None)
+        for each, before in zip(self._all, self._before, strict=True):
+            each.passes.join, each.passes.synchronize = before, True
+
+    def answer(self, agreed: Join) -> None:
+        """Take part in the step of other ranks, on one whose batches are over."""
+        self.begin(agreed)
+        self.__exit__(None, None, None)
+
+    def tell(self, number: int, phase: JoinPhase, group: int) -> None:
+        """Tell those without a micro-batch in this round, if this is the leader."""
+        if self._backend.rank == self.leader:
+            others = [r for r in self._short if self._counts[r] <= self._done]
+            tell(others, self._backend, phase, number, group)
+
+    def _fail(self, problem: str) -> NoReturn:
+        who, rank = type(self._wrapper).__name__, self._backend.rank
+        error = MisuseError(f"rank {rank}: {who}: {problem}", rank=rank, op=who)
+        self._backend.fail(error)  # the others wait for this rank
+        raise error
+
+
+class InStep:
+    """A step as one of its wrappers sees it, in the place of a `Join`.
+
+    leader, active, divisor, throws   as of `Join`; all ranks count
+    """
+
+    throws = False
+
+    def __init__(self, step: JoinedStep, number: int, active: Sequence[int]) -> None:
+        self.leader = step.leader
+        self.active = list(active)
+        self.divisor = step._backend.world_size
+        self.check_backward = step.check_backward
+        self._step = step
+        self._number = number
+
+    def exchange(self, phase: JoinPhase) -> None:
+        """Begin a phase, of which the other ranks know."""
+        self.tell(phase)
+
+    def tell(self, phase: JoinPhase, group: int = 0) -> None:
+        """Tell the ranks that follow, if this one is the leader."""
+        self._step.tell(self._number, phase, group)
+
+
+class LeadingJoin(Join):
+    """A `Join` whose leader tells ranks without a batch all of a pass, until its next header."""
+
+    _leads = False
+
+    def exchange(self, phase: JoinPhase, samples: float = 0.0, count: int = 0) -> JoinPhase:
+        self.tell(JoinPhase.OVER)
+        common = super().exchange(phase, samples, count)
+        self._leads = common is JoinPhase.FORWARD and self._backend.rank == self.leader
+        return common
+
+    def tell(self, phase: JoinPhase, group: int = 0) -> None:
+        """Tell the ranks without a batch, if this one is the leader."""
+        if self._leads:
+            others = set(range(self._backend.world_size)).difference(self.active)
+            tell(sorted(others), self._backend, phase, 0, group)
+
+
+def tell(
+    ranks: Sequence[int], backend: Backend, phase: JoinPhase, wrapper: int = 0, group: int = 0
+) -> None:
+    """Tell ranks that follow this one about a phase of a wrapper, and of a group of its."""
+    for rank in ranks:
+        send(torch.tensor([wrapper, phase, group]), backend, rank, tag=TAG)
+
+
+def follow(
+    wrappers: Sequence[AveragingWrapper], leader: int, after: Callable[[], object] | None = None
+) -> None:
+    """Do as the leader tells until it is through. `after` is called after each averaging pass."""
+    told = torch.empty(3, dtype=torch.int64)
+    while True:
+        recv(told, wrappers[0].backend, leader, tag=TAG)
+        number, phase, group = told.tolist()
+        if phase == JoinPhase.OVER:
+            return
+        wrappers[number].answer(JoinPhase(phase), group)
+        if phase == JoinPhase.FINISH and after is not None:
+            after()
+
+
+class Scaled(torch.autograd.Function):
+    """A loss, scaled so that the mean over the ranks is that of the joined batch.
+
+    With n_r samples on rank r, N on all p ranks, and S_r the sum of rank r's losses,
+
+        L = sum over r of S_r / N  =  1/p * sum over r of p / N * S_r
+
+    is the mean loss of all samples. Wrappers average over ranks, so rank r's loss is scaled by p/N.
+    The loss is scaled, and not the averaged gradient, since `SyncBatchNorm` mixes the ranks' losses
+    on their way back, and compressors keep parts of scaled gradients. With weight 0 it is 0, and so
+    is its gradient (the mean of no samples is NaN, and so is its gradient: neither may reach the
+    other ranks).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, factor: float, passes: Sequence[Passes]) -> Tensor:
+        ctx.factor, ctx.passes = factor, passes
+        return loss * factor if factor else torch.zeros_like(loss)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        for each in ctx.passes:
+            each.zero_weight = ctx.factor == 0
+        return (grad * ctx.factor if ctx.factor else torch.zeros_like(grad)), None, None
