@@ -38,6 +38,7 @@ from language_model.strategies import (
     periodic,
     strategy_of,
 )
+from language_model.windows import batches
 from torch import nn
 
 import phalanx as px
@@ -67,9 +68,10 @@ def train(
     recorder = Recorder(history, backend, tokens_per_step=tokens)
     if not history.held_out:
         progress.evaluated(evaluate(run, model))
+    data = batches(run.training, run.sampler)
     for step in range(len(history.steps), options.steps):
         recorder.begin()
-        inputs, targets = run.training.take(run.sampler.numbers(step))  # <- this rank's windows
+        inputs, targets = next(data)  # <- this rank's windows
         rate = set_learning_rate(optimizer, options, step)
         loss = model(inputs, targets)
         optimizer.zero_grad()
@@ -105,7 +107,7 @@ def train(
 
 def save_all(run: Run, model: Distributed, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Save a checkpoint, of which each rank writes what it has, and the log."""
-    extra = make_extra(run.identity, run.history)
+    extra = make_extra(run.identity, run.history, run.sampler)
     with all_can(model.backend):  # on any number of ranks it loads
         px.save_checkpoint(
             run.options.checkpoints, model=model, optimizer=optimizer, step=step, extra=extra
@@ -126,24 +128,20 @@ def distribute(model: GPT, strategy: str, backend: px.Backend) -> Distributed:
 
 @torch.no_grad()
 def evaluate(run: Run, model: Distributed) -> HeldOutPoint:
-    """The loss on text that is held out, each rank looking at its share; noted in the history.
-
-    All ranks compute equally often, since the shards of a model are gathered by all of them. Where
-    a rank has no windows left, what it computes does not count.
-    """
-    rank, world_size = model.backend.rank, model.backend.world_size
-    count = min(HELD_OUT_WINDOWS, len(run.held_out))
+    """The loss on text that is held out, each rank looking at its share; noted in the history."""
+    backend = model.backend
+    count = max(min(HELD_OUT_WINDOWS, len(run.held_out)), backend.world_size)
     spread = torch.arange(count) * len(run.held_out) // count
-    mine, longest = spread[rank::world_size], len(spread[::world_size])
-    total = torch.zeros(2, dtype=torch.float64)
+    sampler = px.BatchSampler.evaluation(
+        spread, backend, batch_size=HELD_OUT_BATCH * backend.world_size
+    )
+    losses, windows = [], []
     with alike(model):
-        for first in range(0, longest, HELD_OUT_BATCH):
-            numbers = mine[first : first + HELD_OUT_BATCH]
-            weight = len(numbers)
-            loss = model(*run.held_out.take(numbers if weight else spread[:1]))
-            total += torch.tensor([loss.item() * weight, weight])
-    px.all_reduce_(total, model.backend)
-    point = HeldOutPoint(len(run.history.steps), (total[0] / total[1]).item())
+        for numbers in sampler:
+            losses.append(model(*run.held_out.take(torch.tensor(numbers))).item())
+            windows.append(len(numbers))
+    loss = px.mean(losses, backend, weights=windows)  # of all windows, each counted once
+    point = HeldOutPoint(len(run.history.steps), loss)
     run.history.held_out.append(point)
     return point
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from language_model.options import Options
+from language_model.windows import batches
 from linked_hosts import bytes_out
 from torch import nn
 
@@ -30,16 +31,19 @@ class Course:
 
     def __init__(self, row: Row, options: Options, lesson: Lesson, backend: px.Backend) -> None:
         self._row = row
-        self._example = prepare(options, lesson, backend.rank, backend.world_size)
+        self._example = prepare(options, lesson, backend)
         self._model = row.wrap(self._example.model, backend)
         self._optimizer = optimizer_of(row, self._model)
+        self._data = batches(self._example.training, self._example.sampler)
         self._step = 0
 
     def go(self, steps: int) -> float:
         """Train so many steps; the last one's loss on this rank."""
         loss = 0.0
         for _ in range(steps):
-            loss = step_once(self._model, self._optimizer, self._example, self._step, self._row)
+            loss = step_once(
+                *(self._model, self._optimizer, self._example, self._data, self._step, self._row)
+            )
             self._step += 1
         return loss
 

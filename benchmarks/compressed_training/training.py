@@ -16,8 +16,8 @@ from language_model.model import GPT
 from language_model.options import Options
 from language_model.setup import Run as Example
 from language_model.text import Text, read_text
-from language_model.windows import Sampler, Windows, split_text
-from torch import nn
+from language_model.windows import Windows, batches, make_sampler, split_text
+from torch import Tensor, nn
 from train_language_model import evaluate, make_optimizer, set_learning_rate
 
 import phalanx as px
@@ -72,10 +72,9 @@ def make_model(options: Options) -> GPT:
     return GPT(**{name: getattr(options, name) for name in SHAPE})
 
 
-def prepare(options: Options, lesson: Lesson, rank: int, ranks: int) -> Example:
+def prepare(options: Options, lesson: Lesson, backend: px.Backend) -> Example:
     """The example, ready to train on a rank of several."""
-    sampler = Sampler(len(lesson.training), options.batch_size, rank, ranks, options.seed)
-    sampler.check()
+    sampler = make_sampler(len(lesson.training), options.batch_size, options.seed, backend)
     model = make_model(options)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return Example(
@@ -94,10 +93,15 @@ def optimizer_of(row: Row, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def step_once(
-    model: nn.Module, optimizer: torch.optim.Optimizer, example: Example, step: int, row: Row
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    example: Example,
+    data: Iterator[tuple[Tensor, Tensor]],
+    step: int,
+    row: Row,
 ) -> float:
     """One step of training; its loss on this rank."""
-    inputs, targets = example.training.take(example.sampler.numbers(step))
+    inputs, targets = next(data)
     set_learning_rate(optimizer, example.options, step)
     loss = model(inputs, targets)
     optimizer.zero_grad()
@@ -119,9 +123,10 @@ def train(
 ) -> Run:
     """Train on all ranks; the same on each. `advanced` is called after each step."""
     options = replace(options, learning_rate=options.learning_rate * row.rate)
-    example = prepare(options, lesson, backend.rank, backend.world_size)
+    example = prepare(options, lesson, backend)
     model = row.wrap(example.model, backend)
     optimizer = optimizer_of(row, model)
+    data = batches(example.training, example.sampler)
     spoken, counted_before = Spoken(backend), 0
     steps, held_out, sent = [], [], []
     losses: list[float] = []
@@ -141,7 +146,7 @@ def train(
             spoken.nbytes, counted_before = 0, model.bytes_sent
         began = perf_counter()
         with spoken.counting():
-            losses.append(step_once(model, optimizer, example, step, row))
+            losses.append(step_once(model, optimizer, example, data, step, row))
         seconds.append(perf_counter() - began)
         advanced()
         done = step + 1
@@ -173,10 +178,14 @@ def train(
 def plain_losses(options: Options, lesson: Lesson, ranks: int, steps: int) -> list[float]:
     """The losses of so many steps of one process that has all ranks' batches as one."""
     joined = replace(options, batch_size=options.batch_size * ranks)
-    example = prepare(joined, lesson, 0, 1)
+    [alone] = px.SimulatedBackend.create_group(1)
+    example = prepare(joined, lesson, alone)
+    data = batches(example.training, example.sampler)
     optimizer = make_optimizer(example.model)
     plain = Row(wrap=lambda model, _: model)
-    return [step_once(example.model, optimizer, example, step, plain) for step in range(steps)]
+    return [
+        step_once(example.model, optimizer, example, data, step, plain) for step in range(steps)
+    ]
 
 
 def digest(model: nn.Module) -> str:

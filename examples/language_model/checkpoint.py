@@ -1,10 +1,9 @@
 """What of a checkpoint is this script's own: which run it is of, and what was measured in it.
 
-    OUT/checkpoints/000002-step-400/     a folder for each, written by `phalanx.save_checkpoint`
-        model-*, state-*                 the model, AdamW's state, random states: one file a rank
-        manifest.json                    what is where, and the `extra` of the script
-
-Where a rank is in the text is not kept: it follows from the number of steps (`windows.py`).
+OUT/checkpoints/000002-step-400/     a folder for each, written by `phalanx.save_checkpoint`
+    model-*, state-*                 the model, AdamW's state, random states: one file a rank
+    manifest.json                    what is where, and the `extra` of the script, in which is
+                                     the sampler's place, too
 """
 
 from __future__ import annotations
@@ -20,16 +19,19 @@ from language_model.text import InputError
 FORMER_NAME = "checkpoint.safetensors"  # what earlier forms of this script wrote
 
 
-def make_extra(identity: dict[str, Any], history: History) -> dict[str, Any]:
+def make_extra(
+    identity: dict[str, Any], history: History, sampler: px.BatchSampler
+) -> dict[str, Any]:
     """What is saved beside the model and the optimizer."""
-    return {"identity": identity, "history": history.as_json()}
+    return {"identity": identity, "history": history.as_json(), "sampler": sampler.state_dict()}
 
 
 def find_checkpoint(
     options: Options, identity: dict[str, Any], backend: px.Backend
-) -> tuple[Path, History]:
-    """The checkpoint that `--resume` asks for, and how it came about. Every rank calls this.
+) -> tuple[Path, History, dict[str, Any]]:
+    """The checkpoint that `--resume` asks for, how it came about, and the sampler's place in it.
 
+    Every rank calls this.
     The model and the optimizer are not read yet. `InputError`, on every rank, if there is none, or
     it is of another run than `identity` says.
     """
@@ -41,9 +43,9 @@ def find_checkpoint(
     except px.CheckpointNotFoundError as error:
         raise InputError(f"--resume: {_instead(options, folder)}") from error
     match found.extra:
-        case {"identity": dict(theirs), "history": dict(history)}:
+        case {"identity": dict(theirs), "history": dict(history), "sampler": dict(place)}:
             _check_same_run(found.folder, theirs, identity)
-            return found.folder, History.from_json(history)
+            return found.folder, History.from_json(history), place
     raise InputError(f"--resume: {found.folder} is no checkpoint of this script")
 
 

@@ -17,7 +17,7 @@ from language_model.model import GPT
 from language_model.options import Options, parse_options
 from language_model.strategies import check_strategy
 from language_model.text import Text, make_folder, read_text
-from language_model.windows import Sampler, Windows, split_text
+from language_model.windows import Windows, check_enough, make_sampler, split_text
 
 ANOTHER = "--resume CHECKPOINT goes on from the one in that folder"
 
@@ -33,7 +33,7 @@ class Run:
     text: Text
     training: Windows
     held_out: Windows
-    sampler: Sampler
+    sampler: px.BatchSampler
     model: GPT
     parameters: int  # of the whole model, wherever they are
     history: History
@@ -51,10 +51,7 @@ def prepare(arguments: Sequence[str] | None, backend: px.Backend) -> Run:
         check_strategy(options.strategy, backend)
         text = read_text(options.data)
         training, held_out = split_text(text.content, options.context)
-        sampler = Sampler(
-            len(training), options.batch_size, backend.rank, backend.world_size, options.seed
-        )
-        sampler.check()
+        check_enough(training, held_out, options.batch_size, backend.world_size)
         if backend.rank == 0:
             make_folder(options.checkpoints)
     fingerprints = gather_fingerprints(text.content, backend)
@@ -72,8 +69,10 @@ def prepare(arguments: Sequence[str] | None, backend: px.Backend) -> Run:
     checkpoint, history = None, History()
     with all_can(backend, hint=ANOTHER):
         check_same_text(fingerprints)
+        sampler = make_sampler(len(training), options.batch_size, options.seed, backend)
         if options.resume is not None:
-            checkpoint, history = find_checkpoint(options, identity, backend)
+            checkpoint, history, place = find_checkpoint(options, identity, backend)
+            sampler.load_state_dict(place)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return Run(
         *(options, text, training, held_out, sampler),

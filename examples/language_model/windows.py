@@ -4,17 +4,18 @@ text      |  chunk 0  |  chunk 1  | ... |  chunk 5  | ...        50 chunks; ever
            train       train             held out                is never trained on
 window    [ context + 1 bytes ]   inputs: all but the last; targets: all but the first
 
-epoch     a permutation of all training windows, from the seed and the epoch's number
-step      [ rank 0's | rank 1's | rank 2's ]   the next batch x ranks of them
+step      [ rank 0's | rank 1's | rank 2's ]   the next batch x ranks of an epoch's order
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+import phalanx as px
 from language_model.text import InputError
 
 CHUNKS = 50
@@ -61,42 +62,30 @@ def split_text(content: bytes, context: int) -> tuple[Windows, Windows]:
     )
 
 
-@dataclass(frozen=True)
-class Sampler:
-    """Which windows a rank trains on at a step. It keeps no state: a resumed run just goes on.
+def make_sampler(windows: int, batch_size: int, seed: int, backend: px.Backend) -> px.BatchSampler:
+    """Which windows a rank trains on: `batch_size` at each step. Every rank calls this.
 
-    In an epoch no window comes twice, on any rank; the few that do not fill a step are left out,
-    others each time. What all ranks together see at a step depends on batch_size x world_size
-    only: two ranks see what one does with twice the batch.
+    Windows that do not fill a step are left out of an epoch, others each time. What all ranks
+    together see at a step depends on batch_size x ranks only: two ranks see what one does with
+    twice the batch.
     """
+    return px.BatchSampler(
+        windows, backend, batch_size=batch_size, per_rank=True, drop_last=True, seed=seed
+    )
 
-    windows: int
-    batch_size: int
-    rank: int
-    world_size: int
-    seed: int
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """How often every rank gets a whole batch before all windows are used up."""
-        return self.windows // (self.batch_size * self.world_size)
+def batches(windows: Windows, sampler: px.BatchSampler) -> Iterator[tuple[Tensor, Tensor]]:
+    """(inputs, targets) of this rank, epoch after epoch, from the sampler's place on."""
+    while True:
+        for numbers in sampler.track(sampler):
+            yield windows.take(torch.tensor(numbers))
 
-    def numbers(self, step: int) -> Tensor:
-        """The numbers of this rank's windows at a step, counted from 0: [batch_size]."""
-        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
-        first = (step_in_epoch * self.world_size + self.rank) * self.batch_size
-        return self._order(epoch)[first : first + self.batch_size]
 
-    def check(self) -> None:
-        """`InputError` if there are too few windows for a single step."""
-        if self.steps_per_epoch < 1:
-            raise InputError(
-                f"the text has {self.windows} windows to train on, and a step takes "
-                f"{self.batch_size} on each of {self.world_size} ranks: give more text, or a "
-                "smaller --batch-size or --context"
-            )
-
-    def _order(self, epoch: int) -> Tensor:
-        """The same on every rank."""
-        random = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-        return torch.randperm(self.windows, generator=random)
+def check_enough(windows: Windows, held_out: Windows, batch_size: int, ranks: int) -> None:
+    """`InputError` if there are too few windows for a single step, or to look at."""
+    if len(windows) < batch_size * ranks or len(held_out) < ranks:
+        raise InputError(
+            f"the text has {len(windows)} windows to train on and {len(held_out)} that are held "
+            f"out, and a step takes {batch_size} on each of {ranks} ranks: give more text, or a "
+            "smaller --batch-size or --context"
+        )

@@ -1,51 +1,41 @@
 from __future__ import annotations
 
+from itertools import islice
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from language_model.text import InputError
-from language_model.windows import Sampler, Windows, split_text
+from language_model.windows import Windows, batches, check_enough, make_sampler, split_text
 
-SEEDS = st.integers(0, 2**32 - 1)
-SMALL = st.integers(1, 6)
-
-
-def all_numbers(windows: int, batch_size: int, world_size: int, seed: int, epoch: int) -> list[int]:
-    ranks = [Sampler(windows, batch_size, rank, world_size, seed) for rank in range(world_size)]
-    steps = ranks[0].steps_per_epoch
-    return [
-        number
-        for step in range(epoch * steps, (epoch + 1) * steps)
-        for rank in ranks
-        for number in rank.numbers(step).tolist()
-    ]
+import phalanx
 
 
-@given(windows=st.integers(1, 200), batch=SMALL, ranks=SMALL, seed=SEEDS, epoch=st.integers(0, 3))
-def test_no_window_comes_twice_in_an_epoch_and_less_than_a_step_is_left_out(
-    windows: int, batch: int, ranks: int, seed: int, epoch: int
-) -> None:
-    numbers = all_numbers(windows, batch, ranks, seed, epoch)
-    assert len(set(numbers)) == len(numbers)
-    assert set(numbers) <= set(range(windows))
-    assert 0 <= windows - len(numbers) < batch * ranks
+def starts(windows: int, batch_size: int, backend: phalanx.Backend, steps: int) -> list[list[int]]:
+    """The first bytes of this rank's windows, step by step; window n begins with n."""
+    text = torch.arange(windows + 2, dtype=torch.uint8)
+    of_text = Windows(text, torch.arange(windows), context=1)
+    sampler = make_sampler(windows, batch_size, 0, backend)
+    return [inputs.flatten().tolist() for inputs, _ in islice(batches(of_text, sampler), steps)]
 
 
-@given(windows=st.integers(12, 200), seed=SEEDS, step=st.integers(0, 50))
+@given(windows=st.integers(12, 200), step=st.integers(1, 50))
 def test_a_step_of_all_ranks_depends_only_on_batch_size_times_ranks(
-    windows: int, seed: int, step: int
+    windows: int, step: int
 ) -> None:
-    def of_all_ranks(batch_size: int, world_size: int) -> list[int]:
-        ranks = [Sampler(windows, batch_size, rank, world_size, seed) for rank in range(world_size)]
-        return torch.cat([rank.numbers(step) for rank in ranks]).tolist()
+    def of_all_ranks(batch_size: int, ranks: int) -> list[int]:
+        found = phalanx.simulate(lambda b: starts(windows, batch_size, b, step), ranks)
+        return [start for steps in found for start in steps[-1]]
 
-    assert of_all_ranks(12, 1) == of_all_ranks(6, 2) == of_all_ranks(4, 3) == of_all_ranks(1, 12)
+    assert of_all_ranks(12, 1) == of_all_ranks(6, 2) == of_all_ranks(4, 3)
 
 
-def test_each_epoch_and_each_seed_has_an_order_of_its_own() -> None:
-    orders = [all_numbers(100, 5, 2, seed, epoch) for seed in range(3) for epoch in range(3)]
-    assert len({tuple(order) for order in orders}) == len(orders)
+def test_in_an_epoch_no_window_comes_twice_and_the_next_one_has_another_order() -> None:
+    [steps] = phalanx.simulate(lambda backend: starts(10, 3, backend, 6), 1)
+    epochs = [[start for step in part for start in step] for part in (steps[:3], steps[3:])]
+    assert [len(set(epoch)) for epoch in epochs] == [9, 9]
+    assert epochs[0] != epochs[1]
 
 
 def bytes_of(windows: Windows) -> set[int]:
@@ -78,5 +68,6 @@ def test_targets_are_the_bytes_that_follow_the_inputs() -> None:
 
 
 def test_too_few_windows_for_a_step_is_said() -> None:
-    with pytest.raises(InputError, match=r"7 windows .* 4 on each of 2 ranks"):
-        Sampler(7, 4, 0, 2, 0).check()
+    training, held_out = split_text(bytes(500), 4)
+    with pytest.raises(InputError, match=r"windows to train on .* 99 on each of 2 ranks"):
+        check_enough(training, held_out, 99, 2)
