@@ -64,6 +64,7 @@ class AveragingWrapper(Wrapper):
 
     @property
     def passes(self) -> Passes:
+        """The part of it that runs its passes."""
         raise NotImplementedError
 
     def answer(self, phase: JoinPhase, group: int = 0) -> None:
