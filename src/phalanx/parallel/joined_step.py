@@ -289,7 +289,7 @@ class JoinedStep:
         weight = self._weights[rank]
         factor = self._backend.world_size / self.weight if weight else 0.0
         if weight:
-            self._losses.append(loss.detach().double().cpu().view(()))
+            self._losses.append(loss.detach().reshape(()))
         self._in_backward = True
         try:
             passes = [each.passes for each in self._all]
@@ -336,7 +336,8 @@ class JoinedStep:
             follow(self._all, self.leader)
         if rank == self.leader:
             tell(self._short, self._backend, JoinPhase.OVER)
-        total = torch.stack([torch.zeros((), dtype=torch.float64), *self._losses]).sum()
+        losses = torch.stack([each.double() for each in self._losses] or [torch.zeros(())])
+        total = losses.sum(dtype=torch.float64).cpu()
         self.loss = (
             float(all_reduce_(total, self._backend, label="the loss of a step")) / self.weight
         )
