@@ -104,6 +104,19 @@ def test_the_weight_is_the_number_of_labels_that_count(wrap: Wrapping):
     assert_equal_to_rounding(found, gradients(plain))
 
 
+def test_the_loss_is_that_of_the_backward_passes_whatever_becomes_of_its_tensors():
+    def run(backend: Backend) -> float:
+        ddp = DDP(build(), backend)
+        with ddp.step(2) as step:
+            loss = loss_on(ddp, backend.rank, 0, 2)
+            step.backward(loss)
+            loss.detach().zero_()
+        return step.loss
+
+    right = alone(build(), [[2], [2]]).item()
+    assert list(simulate(run, 2)) == [pytest.approx(right, rel=1e-12)] * 2
+
+
 def test_it_costs_two_small_messages():
     def run(backend: Backend) -> tuple[list[str], int]:
         ddp = DDP(build(), backend)

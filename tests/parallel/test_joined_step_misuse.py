@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_models import mlp, noise
+from ddp_models import Fails, mlp, noise
 from ddp_runs import gradients, outcome_of
 from fsdp_runs import gradient_pieces, joined
 from joined_runs import (
@@ -164,6 +164,25 @@ def test_ranks_with_other_numbers_of_micro_batches_and_a_sync_batch_norm_are_ref
             step.backward(ddp(noise(3, 6)).sum())
 
     simulate(run, 2)
+
+
+@few
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_micro_batch_that_failed_is_not_tried_again_in_the_same_step(
+    wrap: Wrapping, failing: int
+):
+    """A part of its gradients may be there, and those of the ones before may be gone."""
+
+    def do(model: Any, backend: Backend) -> None:
+        with model.step(3, micro_batches=3) as step:
+            for number in range(3):
+                loss = loss_on(model, backend.rank, number, 1)
+                if number == failing:
+                    with pytest.raises(ArithmeticError):
+                        step.backward(Fails.apply(model(batch(0, 0, 1)[0])).sum())
+                step.backward(loss)
+
+    told(errors_of(wrap, do), "a backward pass of this step has failed")
 
 
 # A step that is not as it was said ----------------------------------------------------------------

@@ -141,7 +141,7 @@ class AveragingWrapper(Wrapper):
             every rank
 
         Every rank enters and leaves the block. Costs a message of 16 bytes for each averaging
-        backward pass, for each forward pass that broadcasts buffers, and for each `weighted`.
+        backward pass, each forward pass that broadcasts buffers (FSDP: each), and each `weighted`.
         `no_sync` and `sync_gradients` work; gradients that a rank leaves accumulated and not
         averaged are dropped. One wrapper at a time on one backend. FSDP needs `step`, since each
         rank writes its own part of the parameters; buffers stay each rank's. Raises `MisuseError`
@@ -295,6 +295,8 @@ class JoinedStep:
         options   of `Tensor.backward`, such as `retain_graph`
         """
         rank = self._backend.rank
+        if self._in_backward:
+            self._fail("a backward pass of this step has failed: begin anew after zero_grad()")
         if self._done >= self._counts[rank]:
             self._fail(f"a micro-batch more than the {self._counts[rank]} that step() was told of")
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -307,12 +309,10 @@ class JoinedStep:
             self._losses.append(loss.detach().to(torch.float64, copy=True).view(()))
         if not self._done and len(self._active) < self._backend.world_size:
             self.keeps = has_gradients(self._wrapper.parameters())
-        self._in_backward = True
-        try:
-            passes = [each.passes for each in self._all]
-            Scaled.apply(loss, factor, passes).backward(**options)  # type: ignore[no-untyped-call]
-        finally:
-            self._in_backward = False
+        self._in_backward = True  # for good, if it fails
+        passes = [each.passes for each in self._all]
+        Scaled.apply(loss, factor, passes).backward(**options)  # type: ignore[no-untyped-call]
+        self._in_backward = False
         self._done += 1
         self._synchronize()
 
