@@ -482,6 +482,7 @@ def test_evaluation_between_micro_batches_changes_nothing_where_ranks_have_as_ma
                 model.eval()
                 with torch.no_grad():
                     model(batch(rank, number, 2)[0])
+                model(batch(rank, number, 2)[0])  # with a graph, that nobody goes back
                 model.train()
         take_step(model, rank, split, shift=10)  # nothing is left over of the passes before
 
