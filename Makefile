@@ -29,6 +29,7 @@
 # Long forms of what the tests do in short, each of which prints N of N:
 #
 #   make stress    random programs on every backend, compared with a plain reference
+#   make exact     random steps, splits, batches and samplers on 1 to 8 ranks, compared with one process
 #   make blame     ranks killed, stopped, cut off: who is named, and how soon
 #   make torch-blame  the same under torch.distributed: in all_reduce, and while DDP and FSDP2 are in
 #                  their backward passes; and in the step after
@@ -91,7 +92,7 @@ DOCS_READY := $(VENV)/.ready-docs
 CLIENTS_READY := $(CLIENTS_VENV)/.ready
 DEBIAN := slurmctld slurmd slurm-client chromium
 
-.PHONY: demo test test-quick test-torch-next test-clients lint docs format bench stress blame torch-blame bad-days fuzz flood attack \
+.PHONY: demo test test-quick test-torch-next test-clients lint docs format bench stress exact blame torch-blame bad-days fuzz flood attack \
 	wide two-hosts links kill-saves notices combinations fence mutants agreement torch device loss-against-bytes slow-link pipeline-bubble thresholds gate \
 	main-path clean
 
@@ -103,6 +104,8 @@ test: $(READY)
 
 QUICK := $(addprefix tests/,aggregation backends checkpoint collectives compression parallel \
 	training wire test_layers.py)
+
+EXACT := $(wildcard tests/parallel/test_*join*.py) tests/training/test_batch_sampler.py
 
 test-quick: $(READY)
 	PHALANX_TESTS_QUICK=1 $(BIN)/python -m pytest --numprocesses 0 $(QUICK) $(ARGS)
@@ -135,6 +138,9 @@ bench: $(READY)
 
 stress: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/stress/run.py $(ARGS)
+
+exact: $(READY)
+	PHALANX_TESTS_LONG=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(EXACT) $(ARGS)
 
 blame: $(READY)
 	$(BIN)/python tests/scripts/blame.py $(ARGS)

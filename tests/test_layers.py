@@ -54,7 +54,7 @@ BUDGETS = {  # of each package: lines, files
     "collectives": (5_190, 24),
     "compression": (1_770, 7),
     "core": (5_445, 21),
-    "fsdp": (2_700, 10),
+    "fsdp": (2_720, 10),
     "launch": (4_120, 21),
     "native": (2_305, 8),
     "ops": (730, 3),  # without its packages
@@ -62,7 +62,7 @@ BUDGETS = {  # of each package: lines, files
     "ops.clusters": (870, 5),
     "ops.interop": (925, 4),
     "ops.observe": (3_930, 19),
-    "parallel": (4_470, 22),
+    "parallel": (4_500, 22),
     "pipeline": (1_950, 8),
     "tensor": (1_700, 9),
     "torch_backend": (1_860, 9),

@@ -109,7 +109,7 @@ def halved(average: Any) -> Any:
 
 
 def overwrites(_: Any) -> Any:
-    def finalize(self: Any, used: Any) -> list[Any]:
+    def finalize(self: Any, used: Any, scale: float = 1.0) -> list[Any]:
         means, self._means, self.used = self._means, [], set()
         for mean in means:
             for p, part in zip(self.flat.parameters, self.flat.split_shard(mean), strict=True):
@@ -121,7 +121,7 @@ def overwrites(_: Any) -> Any:
 
 def used_here(finalize: Any) -> Any:
     """A gradient is there if this rank has used the parameter."""
-    return lambda self, used: finalize(self, [n in self.used for n in range(len(used))])
+    return lambda self, used, *scale: finalize(self, [n in self.used for n, _ in enumerate(used)])
 
 
 def once(convert: Any) -> Any:
@@ -163,6 +163,11 @@ def told_here(_: Any) -> Any:
     return lambda self: self._told
 
 
+def ones(_: Any) -> Any:
+    return lambda self, weight, count: 1.0
+
+
+STEP = phalanx.parallel.joined_step.JoinedStep
 DDP, SCALER, FEEDBACK = phalanx.DDP, phalanx.GradScaler, phalanx.ErrorFeedback
 GRADIENTS = phalanx.fsdp.gradients.FlatGradient
 FLAT = phalanx.fsdp.flat_param.FlatParameter
@@ -183,6 +188,7 @@ FAULTS = [
         ("a buffer is not sent", "DDP", "buffers", DDP, "_broadcast_buffers", nothing),
         ("what was accumulated counts twice", "DDP", "no_sync", DDP, "no_sync", counts_twice),
         ("a batch's size does not count", "DDP", "weighted", DDP, "weighted", unweighted),
+        ("a step counts its micro-batches alike", "FULL_SHARD", "step", STEP, "_checked", ones),
         ("ranks without a batch count", "DDP", "join", DDP, "join", of_all_ranks),
         ("a residual is dropped", "DDP", "TopK", FEEDBACK, "store_residual", nothing),
         (

@@ -18,6 +18,8 @@ from wrappers import Way
 import phalanx
 from phalanx.compression import ErrorFeedback, Half, RandomK
 
+NO_STEP = "`step` and `join` are of what averages gradients in backward passes"
+
 # Nothing else -----------------------------------------------------------------------------------
 
 
@@ -69,15 +71,13 @@ class ZeroGrad(Feature):
 
 @feature("join", "training", tags="data join", against="count noted rebuilds saves buffered")
 class JoinFeature(Feature):
-    """The last rank has one batch less."""
+    """Each rank has a batch less than the one before it."""
 
     def lacks(self, way: Way) -> str:
-        if way.pipeline or way.kind != "ddp":
-            return "`join` is DDP's"
-        return ""
+        return NO_STEP if way.pipeline or not way.averages else ""
 
     def has_batch(self, job: Job, part: int) -> bool:
-        return part == 0 or job.number < 2
+        return job.number < STEPS - part
 
     @contextmanager
     def training(self, job: Job) -> Iterator[None]:
@@ -96,6 +96,28 @@ class JoinFeature(Feature):
 
         with job.model.join(step):
             yield
+
+
+@feature("step", "training", tags="passes parts", against="once count noted halfway")
+class Step(Feature):
+    """Ranks have batches of different sizes; the first one has two micro-batches, others one."""
+
+    def lacks(self, way: Way) -> str:
+        return NO_STEP if way.pipeline or not way.averages else ""
+
+    def batch_of(self, job: Job, inner: Inner, part: int) -> tuple[Tensor, Tensor]:
+        x, y = inner(part)
+        return x[: 4 - part], y[: 4 - part]
+
+    def passes(self, job: Job, inner: Inner, rows: slice) -> None:
+        if job.alone:
+            inner(rows)
+            return
+        micro_batches = [slice(0, 1), slice(1, 4)] if job.part == 0 else [rows]
+        with job.model.step(4 - job.part, micro_batches=len(micro_batches)) as job.under_way:
+            for some in micro_batches:
+                inner(some)
+        job.under_way = None
 
 
 @feature("weighted", "training", tags="data parts")

@@ -94,6 +94,8 @@ class Job:
         self.kept: dict[str, Any] = {}
         self.notes: list[Note] = []
         self.states: dict[str, State] = {}
+        self.under_way: Any = None  # `step` of the wrapper
+        self.rows = ROWS  # of the forward pass
         self.before: State = {}  # this rank's parameters at the beginning of the step
 
     def __deepcopy__(self, _: object) -> Job:
@@ -203,9 +205,17 @@ class Job:
             self.part = part
             out = self.through("forward", self.call, x)
             loss = self.through("loss", self.loss, out, y)
+            self.rows = len(y)
             if self.alone:
                 loss = loss * (len(x) / total)
-            self.through("backward", lambda value, **options: value.backward(**options), loss)
+            self.through("backward", self.backward, loss)
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        if self.under_way is not None:  # a step of a joined batch takes sums
+            loss, of = loss * self.rows, self.under_way
+            of.backward(loss, **options)
+        else:
+            loss.backward(**options)  # type: ignore[no-untyped-call]
 
     def has_batch(self, part: int) -> bool:
         """Whether that part has a batch in this step."""

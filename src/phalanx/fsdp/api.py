@@ -193,19 +193,22 @@ class FSDP(AveragingWrapper):
     def passes(self) -> FsdpRuntime:
         return self._runtime
 
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [view for flat in self._runtime.flats for view in flat.views]
+
     def answer(self, phase: JoinPhase, group: int = 0) -> None:
         """Take part, without a batch, in what other ranks do next."""
         self._runtime.answer(phase, group)
 
     def begin_answers(self) -> None:
         self._runtime.forget_failed()
+        self._runtime.drop_accumulated()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, also those that were accumulated under `no_sync`."""
         super().zero_grad(set_to_none)
-        self._runtime.accumulated = False
-        for gradient in self._runtime.gradients:
-            gradient.drop_accumulated()
+        self._runtime.drop_accumulated()
 
     def sync_gradients(self) -> None:
         """Reduce gradients that were accumulated under `no_sync` and not reduced since.

@@ -43,7 +43,7 @@ from phalanx.fsdp.parameter_group import (
 from phalanx.fsdp.unsharded import ParameterSwap
 from phalanx.fsdp.write_epoch import WriteEpoch
 from phalanx.parallel.guards import every_rank_does, refuse
-from phalanx.parallel.joined_step import InStep, LeadingJoin
+from phalanx.parallel.joined_step import InStep, LeadingJoin, has_gradients
 from phalanx.parallel.uneven import JoinPhase, check_no_step
 from phalanx.torch_internals import (
     accumulates_everywhere,
@@ -88,6 +88,7 @@ class FsdpRuntime:
     ) -> None:
         self.groups = groups
         self.flats = [flat for group in groups for flat in group.flats]
+        self._parameters = [p for flat in self.flats for p in flat.parameters]
         self.plan = plan
         unsharded = {p: v for f in self.flats for p, v in zip(f.parameters, f.views, strict=True)}
         self.swap = ParameterSwap(model, unsharded, plan.world.rank)
@@ -104,6 +105,11 @@ class FsdpRuntime:
         self.last_order: Sequence[ParameterGroup] = groups
         self.backward_pass: BackwardPass | None = None
         self.under_way: Sequence[FlatGradient] = ()
+
+    @property
+    def owes(self) -> bool:
+        """True if there are gradients on this rank that were not reduced."""
+        return any(gradient.owes for gradient in self.gradients)
 
     def hook(self) -> list[Any]:
         """Notice passes from now on. Returns the handles of the hooks."""
@@ -163,6 +169,12 @@ class FsdpRuntime:
             if self.compression is not None:
                 self.compression.compressor.rollback()
             self._close_backward(self.backward_pass)
+
+    def drop_accumulated(self) -> None:
+        """Drop what was accumulated under `no_sync`."""
+        self.accumulated = False
+        for gradient in self.gradients:
+            gradient.drop_accumulated()
 
     def _begin_forward(self) -> None:
         self.forget_failed()
@@ -250,22 +262,27 @@ class FsdpRuntime:
         if self.join is not None:
             self.join.tell(phase, self.groups.index(group))
 
+    @torch.no_grad()
     def answer(self, phase: JoinPhase, number: int) -> None:
         """Do, without a batch, as the rank that this one follows, with a group; give zeros."""
-        group = self.groups[number]
+        group = self.groups[number if phase is not JoinPhase.FINISH else 0]
         if phase is JoinPhase.FORWARD:
             self.plan.world.mark("FSDP.forward()")
             self.write_epoch.wait_for_writes()
-            self.last_order = self.forward_pass.order = []
+            self.forward_pass = ForwardPass()
+            self.last_order = self.forward_pass.order
         elif phase is JoinPhase.CALL:
             self.forward_pass.order.append(group)
         elif phase is JoinPhase.UNSHARD:
+            group.reshard()  # it may be there from an own pass
             group.unshard()
-            group.wait_for_unshard()
             group.reshard()
         elif phase is JoinPhase.REDUCE:
             self._reduce(group)
         else:
+            if self.join is not None and self._rank not in self.join.active and not number:
+                for parameter in self._parameters:  # the others have set theirs to zero
+                    parameter.grad = None
             call_post_accumulate_hooks(self.finish_reduction(()))
 
     # The backward pass: follow it -----------------------------------------------------------
@@ -426,7 +443,8 @@ class FsdpRuntime:
         try:
             for group in groups:
                 self._reduce(group)
-            self._tell(JoinPhase.FINISH, self.groups[0])
+            if self.join is not None:
+                self.join.tell(JoinPhase.FINISH, has_gradients(self._parameters))
             for gradient in self.gradients:
                 gradient.finish()
             self.under_way = ()
@@ -463,7 +481,10 @@ class FsdpRuntime:
         if self.synchronize and backward.accumulates:
             reached = sorted(backward.reached, key=lambda group: group.surrounds)
             groups = dict.fromkeys((*reached, *self.groups))
-            reduced = self.finish_reduction([group for group in groups if group.owes])
+            # In a step ranks reduce all groups: some may have used others in earlier micro-batches.
+            every = isinstance(self.join, InStep)
+            owed = [group for group in groups if group.owes or (every and group.phase is IDLE)]
+            reduced = self.finish_reduction(owed)
         self._close_backward(backward)
         call_post_accumulate_hooks(reduced)  # which may be an optimizer's step
 

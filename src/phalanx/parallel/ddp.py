@@ -241,7 +241,9 @@ class DDP(AveragingWrapper):
         if phase is JoinPhase.FORWARD:
             self._broadcast_buffers()
         elif phase is not JoinPhase.WEIGHTING:
-            self._reducer.answer(phase, drop=not isinstance(self._reducer.join, InStep))
+            join = self._reducer.join
+            over = join is not None and self.backend.rank not in join.active
+            self._reducer.answer(phase, drop=over and not group)
 
     def begin_answers(self) -> None:
         self._reducer.begin_forward()

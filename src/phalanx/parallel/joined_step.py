@@ -14,9 +14,9 @@ each other in one pass only, and FSDP's in all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from math import isfinite, nan
+from math import inf, isfinite, nan
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
 
@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from phalanx.collectives import all_reduce_, recv, send
 from phalanx.core.backend import Backend
-from phalanx.errors import DistributedError, MisuseError
+from phalanx.errors import MisuseError
+from phalanx.parallel.averaging import RowGradient
 from phalanx.parallel.guards import refuse
 from phalanx.parallel.uneven import OPEN_STEPS, Join, JoinPhase, check_joinable
 from phalanx.parallel.wrapper import Wrapper
@@ -42,7 +43,7 @@ class Passes(Protocol):
     synchronize   whether backward passes average; if not, they accumulate on this rank
     join          the ranks' common state in `join` or `step`, which is told of each phase
     zero_weight   whether the backward pass that runs is of a loss with zero weight
-    accumulated   whether there are gradients that were not averaged
+    owes          whether there are gradients on this rank that were not averaged
     """
 
     synchronize: bool
@@ -50,7 +51,7 @@ class Passes(Protocol):
     zero_weight: bool
 
     @property
-    def accumulated(self) -> bool: ...
+    def owes(self) -> bool: ...
 
 
 class AveragingWrapper(Wrapper):
@@ -66,6 +67,11 @@ class AveragingWrapper(Wrapper):
     def passes(self) -> Passes:
         """The part of it that runs its passes."""
         raise NotImplementedError
+
+    @property
+    def leaves(self) -> Iterable[Tensor]:
+        """The parameters, as autograd computes their gradients."""
+        return self.module.parameters()
 
     def answer(self, phase: JoinPhase, group: int = 0) -> None:
         """Take part, without a batch, in what other ranks do next."""
@@ -136,14 +142,17 @@ class AveragingWrapper(Wrapper):
             every rank
 
         Every rank enters and leaves the block. Costs a message of 16 bytes for each averaging
-        backward pass, for each forward pass that broadcasts buffers, and for each `weighted`.
+        backward pass, each forward pass that broadcasts buffers (FSDP: each), and each `weighted`.
         `no_sync` and `sync_gradients` work; gradients that a rank leaves accumulated and not
-        averaged are dropped. One DDP at a time on one backend. Raises `MisuseError` for a model
-        with `SyncBatchNorm`, which needs every rank, unless it is to throw.
+        averaged are dropped. One wrapper at a time on one backend. FSDP needs `step`, since each
+        rank writes its own part of the parameters; buffers stay each rank's. Raises `MisuseError`
+        for a model with `SyncBatchNorm`, which needs every rank, unless it is to throw.
         """
         passes, who = self.passes, type(self).__name__
         layers = nn.Identity() if throw_on_early_termination else self.module
         check_joinable(layers, who, self.backend, passes.join)
+        if self.in_rounds and step is None and not throw_on_early_termination:
+            self._refuse("join() needs step: a rank that waits steps its own part of parameters")
         passes.join = join = (LeadingJoin if self.in_rounds else Join)(
             who,
             self.backend,
@@ -194,10 +203,12 @@ class JoinedStep:
         self.loss = nan
         self.weight = nan
         self._wrapper = wrapper
+        self.keeps = False  # were there gradients of earlier steps
         self._all = [m for m in wrapper.modules() if isinstance(m, AveragingWrapper)]
         self._backend = wrapper.backend
         self._given = weight, micro_batches
         self._losses: list[Tensor] = []
+        self._hooks: list[Any] = []
         self._done = 0  # micro-batches
         self._in_backward = False
 
@@ -205,12 +216,12 @@ class JoinedStep:
 
     def __enter__(self) -> Self:
         outer, (given, count) = self._wrapper.passes.join, self._given
-        if isinstance(outer, InStep):
+        if self._backend in OPEN_STEPS:
             self._fail("step() inside step()")
         problem, weight = None, nan
         try:
             weight = self._checked(given, count)
-        except (TypeError, ValueError, DistributedError) as error:
+        except Exception as error:  # which the others, who wait, are told of
             problem = error
         agreed = outer or Join(
             type(self._wrapper).__name__, self._backend, divide_by_initial_world_size=True
@@ -227,7 +238,7 @@ class JoinedStep:
         """Return the weight; raise for one that is none, and where a step cannot begin."""
         if isinstance(weight, Tensor) and weight.requires_grad:
             raise ValueError("step(): weight has a gradient: give its .item()")
-        number = float(weight)
+        number = float(weight) if not isinstance(weight, (bool, str)) else nan
         if not (isfinite(number) and number >= 0):
             raise ValueError(f"step(): weight must be a number of at least 0, not {weight!r}")
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
@@ -235,12 +246,13 @@ class JoinedStep:
         if not count and number:
             raise ValueError(f"step(): a weight of {number} needs a micro-batch, and there is none")
         for each in self._all:
-            if not each.passes.synchronize or each.passes.accumulated:
+            if not each.passes.synchronize or each.passes.owes:
                 refuse(
                     type(each).__name__,
                     self._backend.rank,
                     "step() inside no_sync(), or with gradients from before that were not "
-                    "averaged: step() accumulates all its micro-batches by itself",
+                    "averaged: step() accumulates all its micro-batches by itself. Call "
+                    "sync_gradients() before, or zero_grad() of the model",
                 )
             if each.backend is not self._backend:
                 refuse(
@@ -255,19 +267,23 @@ class JoinedStep:
         rank, counts = self._backend.rank, agreed.counts
         bad = [r for r, samples in enumerate(agreed.samples) if not isfinite(samples)]
         self.weight = sum(agreed.samples)
-        if bad or not self.weight:
-            problem = (
-                f"rank {bad[0]} cannot begin it; see its error" if bad else "all weights are 0"
-            )
+        if bad or not 0 < self.weight < inf:
+            problem = f"the sum of all weights is {self.weight:g}, no number above 0"
+            problem = f"rank {bad[0]} cannot begin it; see its error" if bad else problem
             raise ValueError(f"rank {rank}: step(): {problem}")
-        self._weights, self._counts = agreed.samples, counts
+        if len(set(counts)) > 1:
+            check_joinable(self._wrapper.module, type(self._wrapper).__name__, self._backend, None)
+        self._weights, self._counts, self._active = agreed.samples, counts, list(agreed.active)
         self._rounds = max(counts)
         self.leader = counts.index(self._rounds)
         needed = self._rounds if self._wrapper.in_rounds else 1
         self._short = [r for r, count in enumerate(counts) if count < needed]
         self._before = [each.passes.join for each in self._all]
         for number, each in enumerate(self._all):
-            each.passes.join = InStep(self, number, agreed.active)
+            each.passes.join = InStep(self, number, self._active)
+        if not agreed.samples[rank] and counts[rank]:  # no NaN of this rank may reach the others
+            leaves: list[Any] = [leaf for each in self._all for leaf in each.leaves]
+            self._hooks = [p.register_hook(torch.zeros_like) for p in leaves if p.requires_grad]
         OPEN_STEPS[self._backend] = self
         self._synchronize()
 
@@ -280,6 +296,8 @@ class JoinedStep:
         options   of `Tensor.backward`, such as `retain_graph`
         """
         rank = self._backend.rank
+        if self._in_backward:
+            self._fail("a backward pass of this step has failed: begin anew after zero_grad()")
         if self._done >= self._counts[rank]:
             self._fail(f"a micro-batch more than the {self._counts[rank]} that step() was told of")
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -289,13 +307,13 @@ class JoinedStep:
         weight = self._weights[rank]
         factor = self._backend.world_size / self.weight if weight else 0.0
         if weight:
-            self._losses.append(loss.detach().reshape(()))
-        self._in_backward = True
-        try:
-            passes = [each.passes for each in self._all]
-            Scaled.apply(loss, factor, passes).backward(**options)  # type: ignore[no-untyped-call]
-        finally:
-            self._in_backward = False
+            self._losses.append(loss.detach().to(torch.float64, copy=True).view(()))
+        if not self._done and len(self._active) < self._backend.world_size:
+            self.keeps = has_gradients(self._wrapper.parameters())
+        self._in_backward = True  # for good, if it fails
+        passes = [each.passes for each in self._all]
+        Scaled.apply(loss, factor, passes).backward(**options)  # type: ignore[no-untyped-call]
+        self._in_backward = False
         self._done += 1
         self._synchronize()
 
@@ -308,6 +326,12 @@ class JoinedStep:
     def _synchronize(self) -> None:
         for each in self._all:
             each.passes.synchronize = self._last
+
+    def check_turn(self) -> None:
+        """Refuse a pass by a rank that is through, and has to follow the others."""
+        rank = self._backend.rank
+        if rank in self._short and self._done == self._counts[rank]:
+            self._fail("a forward pass after this rank's last micro-batch, and others have more")
 
     def check_backward(self) -> None:
         """Refuse gradients that come in a step by another way than `backward`."""
@@ -334,16 +358,19 @@ class JoinedStep:
             )
         if rank in self._short:
             follow(self._all, self.leader)
+        if any(each.passes.owes for each in self._all):
+            self._fail("the last micro-batch's loss does not depend on the model: nothing averaged")
         if rank == self.leader:
             tell(self._short, self._backend, JoinPhase.OVER)
-        losses = torch.stack([each.double() for each in self._losses] or [torch.zeros(())])
-        total = losses.sum(dtype=torch.float64).cpu()
+        total = sum((loss.cpu() for loss in self._losses), torch.zeros((), dtype=torch.float64))
         self.loss = (
             float(all_reduce_(total, self._backend, label="the loss of a step")) / self.weight
         )
 
     def _close(self) -> None:
         OPEN_STEPS.pop(self._backend, None)
+        for hook in self._hooks:
+            hook.remove()
         for each, before in zip(self._all, self._before, strict=True):
             each.passes.join, each.passes.synchronize = before, True
 
@@ -373,9 +400,9 @@ class InStep:
 
     throws = False
 
-    def __init__(self, step: JoinedStep, number: int, active: Sequence[int]) -> None:
+    def __init__(self, step: JoinedStep, number: int, active: list[int]) -> None:
         self.leader = step.leader
-        self.active = list(active)
+        self.active = active
         self.divisor = step._backend.world_size
         self.check_backward = step.check_backward
         self._step = step
@@ -383,7 +410,8 @@ class InStep:
 
     def exchange(self, phase: JoinPhase) -> None:
         """Begin a phase, of which the other ranks know."""
-        self.tell(phase)
+        self._step.check_turn()
+        self.tell(phase, self._step.keeps if phase is JoinPhase.BACKWARD else 0)
 
     def tell(self, phase: JoinPhase, group: int = 0) -> None:
         """Tell the ranks that follow, if this one is the leader."""
@@ -406,6 +434,11 @@ class LeadingJoin(Join):
         if self._leads:
             others = set(range(self._backend.world_size)).difference(self.active)
             tell(sorted(others), self._backend, phase, 0, group)
+
+
+def has_gradients(parameters: Iterable[Tensor]) -> bool:
+    """Return whether any of these has a gradient that is not zero."""
+    return any(p.grad is not None and bool(RowGradient(p).flat.any()) for p in parameters)
 
 
 def tell(

@@ -136,7 +136,7 @@ class Reducer:
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.views}
 
     @property
-    def accumulated(self) -> bool:
+    def owes(self) -> bool:
         """True if there are gradients that were never averaged."""
         return any(p.grad is not None for p in self._unsynchronized)
 

@@ -32,9 +32,9 @@ def check_joinable(module: nn.Module, who: str, backend: Backend, already: objec
     for name, layer in module.named_modules():
         if isinstance(layer, SyncBatchNorm):
             problem = (
-                f"join() cannot answer for {name or 'the module'}, a SyncBatchNorm, which needs "
-                "every rank in each forward pass. Pass an empty batch on ranks that have none, "
-                "weighted with 0 samples; or use join(throw_on_early_termination=True)"
+                f"no rank without a batch can answer for {name or 'the module'}, a SyncBatchNorm, "
+                "which needs every rank in each forward pass. Pass an empty batch on ranks that "
+                "have none, of weight 0; or use join(throw_on_early_termination=True)"
             )
     if problem is not None:
         refuse(who, backend.rank, problem)
