@@ -48,7 +48,7 @@ WITH_DDP = {
 
 BUDGETS = {  # of each package: lines, files
     ".": (918, 6),  # the package's own files
-    "aggregation": (1_800, 7),
+    "aggregation": (1_817, 7),
     "checkpoint": (3_575, 14),
     "cli": (1_085, 7),
     "collectives": (5_190, 24),
@@ -62,7 +62,7 @@ BUDGETS = {  # of each package: lines, files
     "ops.clusters": (870, 5),
     "ops.interop": (925, 4),
     "ops.observe": (3_930, 19),
-    "parallel": (4_500, 22),
+    "parallel": (4_700, 22),
     "pipeline": (1_950, 8),
     "tensor": (1_700, 9),
     "torch_backend": (1_860, 9),

@@ -297,3 +297,89 @@ def test_an_epoch_inside_of_an_epoch_is_an_epoch():
 
     train_epoch([slice(0, 4), slice(4, 8)], compute, outer.apply, LocalAggregator())
     assert torch.equal(inner.model.weight, outer.model.weight)
+
+
+# Batches of different sizes -----------------------------------------------------------------
+
+SIZES = [[5, 1, 0], [2, 0, 3]]  # rows of each rank in each step
+
+
+class Sums(Training):
+    """The same regression in double precision, with sums in the place of means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.double()
+
+    def compute(self, rows: torch.Tensor):
+        x, y = X[rows].double(), Y[rows].double()
+        loss = nn.functional.mse_loss(self.model(x), y, reduction="sum")
+        if not len(rows):
+            loss = loss * math.nan
+        return loss, torch.autograd.grad(loss, list(self.model.parameters()))
+
+
+def rows_of(rank: int, step: int) -> torch.Tensor:
+    return torch.arange(SIZES[rank][step]) + 10 * rank + 2 * step
+
+
+def one_process() -> tuple[Sums, float]:
+    """Parameters, and the mean of all rows' losses, of one process with the joined batches."""
+    training, total = Sums(), 0.0
+    for step in range(3):
+        rows = torch.cat([rows_of(rank, step) for rank in range(2)])
+        loss, gradients = training.compute(rows)
+        training.apply([gradient / len(rows) for gradient in gradients])
+        total += float(loss.detach())
+    return training, total / sum(map(sum, SIZES))
+
+
+@pytest.mark.parametrize("make", [AllReduceAggregator, ParameterServer])
+def test_with_weights_an_epoch_is_that_of_the_joined_batches(make):
+    """Its parameters, and the mean of losses; each rank has a step without rows, and loss NaN."""
+
+    def run(backend: Backend):
+        training = Sums()
+        batches = [rows_of(backend.rank, step) for step in range(3)]
+        mean = train_epoch(batches, training.compute, training.apply, make(backend), weight=len)
+        return list(training.model.parameters()), mean
+
+    expected, mean = one_process()
+    for parameters, found in simulate(run, 2):
+        for one, other in zip(parameters, expected.model.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+        assert found == pytest.approx(mean, rel=1e-12)
+
+
+def test_with_one_weight_for_all_batches_too():
+    training = Sums()
+    batches = [torch.arange(4), torch.arange(4, 8)]
+    mean = train_epoch(batches, training.compute, training.apply, LocalAggregator(), weight=4)
+    other, losses = Sums(), []
+    for rows in batches:
+        loss, gradients = other.compute(rows)
+        losses.append(float(loss.detach()) / 4)
+        other.apply([gradient / 4 for gradient in gradients])
+    assert mean == pytest.approx(sum(losses) / 2, rel=1e-12)
+    for one, two in zip(training.model.parameters(), other.model.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-14)
+
+
+def test_an_epoch_without_batches_has_no_mean_with_weights_either():
+    def run(backend: Backend):
+        training = Sums()
+        aggregator = AllReduceAggregator(backend)
+        return train_epoch([], training.compute, training.apply, aggregator, weight=len)
+
+    assert all(math.isnan(mean) for mean in simulate(run, 2))
+
+
+def test_an_aggregator_of_ones_own_needs_no_weight():
+    class Own(GradientAggregator):
+        def aggregate(self, gradients):
+            return [gradient.clone() for gradient in gradients]
+
+    training = Training()
+    distributed_train_step(training.compute, training.apply, Own())
+    with pytest.raises(TypeError, match="weight"):
+        distributed_train_step(training.compute, training.apply, Own(), weight=2)

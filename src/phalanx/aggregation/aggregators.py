@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any
+from math import nan
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from phalanx.aggregation.parameter_server.client import ParameterClient
 from phalanx.aggregation.parameter_server.server import OnStep, OptimizerFactory, Server
 from phalanx.aggregation.parameter_server.state import ServerMode, ServiceRecord
 from phalanx.aggregation.parameter_server.wire import described
-from phalanx.collectives import ReduceOp, all_reduce_coalesced, broadcast_, reduce_
+from phalanx.collectives import ReduceOp, all_gather, all_reduce_coalesced, broadcast_, reduce_
 from phalanx.collectives.check_same import difference
 from phalanx.collectives.request import check_backend
 from phalanx.compression import Compressor
@@ -29,8 +30,12 @@ from phalanx.compression.compressor import (
 from phalanx.compression.error_feedback import RESIDUAL
 from phalanx.core.backend import Backend
 from phalanx.errors import DesyncError, SizeMismatchError, UnsupportedOperationError
-from phalanx.parallel.averaging import RequestExecutor
+from phalanx.parallel.averaging import RequestExecutor, weigh_
 from phalanx.parallel.compressor_state import load_own, own_state
+from phalanx.parallel.joined_step import checked_weight, sum_of_weights
+
+Weight: TypeAlias = float | Tensor | None
+Buckets: TypeAlias = list[GradientBucket]
 
 
 class GradientAggregator(ABC):
@@ -44,23 +49,29 @@ class GradientAggregator(ABC):
     steps: int = 0
 
     @abstractmethod
-    def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+    def aggregate(self, gradients: Sequence[Tensor], *, weight: Weight = None) -> list[Tensor]:
         """Return the average of each of some gradients over all ranks.
 
         gradients   any number, shapes and dtypes, alike on every rank in one order; not changed
+        weight      of this rank: the number of samples, or tokens, in the sum of whose losses these
+                    are the gradients. The average is then (sum of gradients) / (sum of weights),
+                    that of the joined batch. With 0 they count as zeros, even if they are NaN
 
         Blocks until this rank has them: new tensors of the same shapes and dtypes, the same bits on
-        every rank.
+        every rank. With `weight` a message of 8 bytes more; ValueError, on every rank, before
+        gradients are sent, if one is negative or not finite, or all are 0.
         """
 
 
 class LocalAggregator(GradientAggregator):
     """The aggregator of one rank: the average is the gradient."""
 
-    def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+    def aggregate(self, gradients: Sequence[Tensor], *, weight: Weight = None) -> list[Tensor]:
         """Return copies of the gradients, since every aggregator returns new tensors."""
-        listed = listed_tensors(gradients, "LocalAggregator.aggregate")
-        return [gradient.detach().clone() for gradient in listed]
+        who = "LocalAggregator.aggregate"
+        weights = [1.0 if weight is None else checked_weight(weight, who)]
+        factor = 1 / sum_of_weights(weights, 0, who)
+        return [weigh_(each.detach().clone(), factor) for each in listed_tensors(gradients, who)]
 
 
 def checked(gradients: Iterable[Tensor], who: str, backend: Backend) -> list[Tensor]:
@@ -104,11 +115,10 @@ class AllReduceAggregator(GradientAggregator):
         self.reproducible = reproducible
         self.timeout = timeout
 
-    def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+    def aggregate(self, gradients: Sequence[Tensor], *, weight: Weight = None) -> list[Tensor]:
         listed = checked(gradients, "AllReduceAggregator", self.backend)
-        check_same_list(listed, self.backend, "AllReduceAggregator", timeout=self.timeout)
         return all_reduce_coalesced(
-            [gradient.detach() for gradient in listed],
+            alike(listed, self.backend, "AllReduceAggregator", weight, self.timeout),
             self.backend,
             ReduceOp.MEAN,
             reproducible=self.reproducible,
@@ -151,12 +161,12 @@ class CompressedAggregator(GradientAggregator):
         return self._exchange.bytes_sent
 
     @torch.no_grad()
-    def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+    def aggregate(self, gradients: Sequence[Tensor], *, weight: Weight = None) -> list[Tensor]:
         rank, listed = self.backend.rank, checked(gradients, "CompressedAggregator", self.backend)
         for number, gradient in enumerate(listed):
             check_floating(gradient, f"rank {rank}: gradient {number}: {self.compressor}")
         who = f"CompressedAggregator({self.compressor!r})"
-        check_same_list(listed, self.backend, who)
+        listed = alike(listed, self.backend, who, weight, None)
         for number, gradient in enumerate(listed):  # or residuals of others would be added to them
             before = self._shapes.get(number, gradient.shape)
             if before != gradient.shape:
@@ -207,17 +217,22 @@ class CompressedAggregator(GradientAggregator):
 # Comparison of the ranks' lists of gradients.
 
 
-def check_same_list(
-    gradients: Sequence[Tensor], backend: Backend, who: str, *, timeout: float | None = None
-) -> None:
-    """Raise `DesyncError` on every rank, naming the first gradient that differs, unless all have as
-    many, of the same shapes and dtypes. Blocks for one message of 8 bytes, before any sum, for at
-    most `timeout` seconds, by default the backend's.
+def alike(
+    gradients: Sequence[Tensor], backend: Backend, who: str, weight: Weight, timeout: float | None
+) -> list[Tensor]:
+    """Return the gradients, weighted if there is a weight: their mean over the ranks is the result.
+
+    Raise `DesyncError` on every rank, naming the first gradient that differs, unless all have as
+    many, of the same shapes and dtypes. Blocks for a message of 8 bytes, and one for weights,
+    before any sum, each for at most `timeout` seconds, by default the backend's.
     """
     mine = [f"gradient {number} ({described(each)})" for number, each in enumerate(gradients)]
-    differ = difference([f"called {who}", *mine], backend, end="no more gradients", timeout=timeout)
+    called = f"called {who}" if weight is None else f"called {who} with a weight"
+    differ = difference([called, *mine], backend, end="no more gradients", timeout=timeout)
     if differ is None:
-        return
+        factor = 1.0 if weight is None else _factor(weight, backend, who, timeout)
+        detached = [gradient.detach() for gradient in gradients]
+        return detached if factor == 1 else [weigh_(each.clone(), factor) for each in detached]
     if differ.place == 0:
         problem = f"the ranks do different things: {differ.text}"
     else:
@@ -232,6 +247,20 @@ def check_same_list(
         peer=differ.odd[0],
         op="aggregate",
     )
+
+
+def _factor(weight: float | Tensor, backend: Backend, who: str, timeout: float | None) -> float:
+    """Return p / (sum of weights), or 0 for a weight of 0. One message of 8 bytes."""
+    problem: Exception | None = None
+    try:
+        mine = checked_weight(weight, f"rank {backend.rank}: {who}")
+    except (TypeError, ValueError) as error:
+        mine, problem = nan, error
+    weights = all_gather(torch.tensor([mine], dtype=torch.float64), backend, timeout=timeout)
+    if problem is not None:
+        raise problem
+    total = sum_of_weights(weights.tolist(), backend.rank, who)
+    return backend.world_size / total if mine else 0.0
 
 
 # ------------------------------------------------------------------------------
@@ -303,27 +332,26 @@ class ParameterServer(GradientAggregator):
 
         params   any shapes and dtypes, alike on every rank; rank 0's values count; not changed
         """
-        buckets = self._bucketed(params, "broadcast_params")
+        buckets = self._bucketed(params, "broadcast_params", None)
         for bucket in buckets:
             broadcast_(bucket.flat, self.backend, SERVER, **self._options)
         return unbucketed(buckets)
 
-    def reduce_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+    def reduce_gradients(self, gradients: Sequence[Tensor], weight: Weight = None) -> list[Tensor]:
         """Return the server's means over all ranks: new tensors, the same bits on each. Blocks."""
-        buckets = self._bucketed(gradients, "reduce_gradients")
+        buckets = self._bucketed(gradients, "reduce_gradients", weight)
         for bucket in buckets:
             reduce_(bucket.flat, self.backend, SERVER, ReduceOp.MEAN, **self._options)
             broadcast_(bucket.flat, self.backend, SERVER, **self._options)
         return unbucketed(buckets)
 
-    def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        return self.reduce_gradients(gradients)
+    def aggregate(self, gradients: Sequence[Tensor], *, weight: Weight = None) -> list[Tensor]:
+        return self.reduce_gradients(gradients, weight)
 
-    def _bucketed(self, tensors: Sequence[Tensor], method: str) -> list[GradientBucket]:
+    def _bucketed(self, tensors: Sequence[Tensor], method: str, weight: Weight) -> Buckets:
         listed = checked(tensors, "ParameterServer", self.backend)
-        who = f"ParameterServer.{method}"
-        check_same_list(listed, self.backend, who, timeout=self._options["timeout"])
-        return bucketed(listed)
+        who, timeout = f"ParameterServer.{method}", self._options["timeout"]
+        return bucketed(alike(listed, self.backend, who, weight, timeout))
 
     @staticmethod
     def serve(

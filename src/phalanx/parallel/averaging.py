@@ -51,6 +51,11 @@ MESSAGE = 25 << 20  # bytes that are sent as one message, if nothing else is ask
 LARGE = 1 << 20  # bytes from which on it pays to leave this rank's own slice in pieces
 
 
+def weigh_(tensor: Tensor, factor: float) -> Tensor:
+    """Multiply in place. With 0 all becomes 0, NaN too: it reaches no other rank."""
+    return tensor if factor == 1 else tensor.mul_(factor) if factor else tensor.zero_()
+
+
 class Bucket:
     """Flat memory for tensors of the sizes of some others, such as gradients; of one dtype.
 
@@ -318,11 +323,15 @@ class GradientAveraging(RequestExecutor):
         *,
         label: str,
         put: Callable[[Tensor, Tensor], object] = torch.Tensor.copy_,
+        share: float = 1.0,
+        kept: Mapping[Tensor, Tensor] | None = None,
     ) -> list[Bucket]:
         """Return the means of tensors over the ranks, in new memory; blocks until they are there.
 
         put    `put(place, tensor)` writes the values to average of a tensor into its place
         label  its name in errors; ranks whose labels differ do not mean the same
+        share  how much this rank's values count; 1 on average over the ranks
+        kept   by tensor, the part of its values that counts as it is
 
         All messages are under way together. The results are the same bits on every rank.
         """
@@ -331,6 +340,9 @@ class GradientAveraging(RequestExecutor):
             bucket = Bucket(batch, self._backend)
             for tensor, place in bucket.views.items():
                 put(place, tensor)
+                weigh_(place, share)
+                if kept and share != 1 and tensor in kept:
+                    place.add_(kept[tensor], alpha=1 - share)
             buckets.append(bucket)
             begun.append(self.begin_bucket(bucket, f"{label}, part {number}"))
         self.finish(begun)

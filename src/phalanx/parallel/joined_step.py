@@ -190,26 +190,87 @@ class AveragingWrapper(Wrapper):
             passes.synchronize = before
 
 
-class JoinedStep:
-    """A step that is under way, or over; see `step` of DDP and FSDP.
+class MicroBatches:
+    """This rank's micro-batches in a step that is under way, or over; see `step` of the wrappers.
 
-    loss      (sum of all ranks' losses) / (sum of their weights), when the step is over
-    weight    the sum of all ranks' weights
+    loss      (sum of losses) / (sum of weights), when the step is over: of all ranks, or, where
+              ranks train by themselves, of this one (NaN with weight 0)
+    weight    the sum of weights
     """
+
+    def __init__(self, wrapper: Wrapper, weight: float | Tensor, micro_batches: int) -> None:
+        self.loss = nan
+        self.weight = nan
+        self._wrapper = wrapper
+        self._backend = wrapper.backend
+        self._given = weight, micro_batches
+        self._losses: list[Tensor] = []
+        self._count = self._done = 0  # micro-batches
+        self._factor = 0.0  # of losses; 0 with weight 0
+        self._passes: Sequence[Passes] = ()
+
+    def _checked(self, weight: float | Tensor, count: int) -> float:
+        """Return the weight; raise for one that is none, and where a step cannot begin."""
+        number = checked_weight(weight, "step()")
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise ValueError(f"step(): micro_batches must be 0 or more, not {count!r}")
+        if not count and number:
+            raise ValueError(f"step(): a weight of {number} needs a micro-batch, and there is none")
+        return number
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Run the backward pass of one micro-batch; in a step of all ranks the last one averages.
+
+        loss      the sum of the losses of the micro-batch, of one element
+        options   of `Tensor.backward`, such as `retain_graph`
+        """
+        if self._done >= self._count:
+            self._fail(f"a micro-batch more than the {self._count} that step() was told of")
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            self._fail(f"step.backward() takes the sum of the losses, with a graph, not {loss!r}")
+        if self._factor:
+            self._losses.append(loss.detach().to(torch.float64, copy=True).view(()))
+        Scaled.apply(loss, self._factor, self._passes).backward(**options)  # type: ignore[no-untyped-call]
+        self._done += 1
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Be the step of a rank that trains by itself."""
+        weight, self._count = self._given
+        self.weight = self._checked(weight, self._count)
+        self._factor = 1 / self.weight if self.weight else 0.0
+        yield
+        total = float(self._total())
+        self.loss = total / self.weight if self.weight else nan
+
+    def _total(self) -> Tensor:
+        """Return the sum of the losses; fail if there were fewer than said."""
+        if self._done < self._count:
+            self._fail(
+                f"step() was told of {self._count} micro-batches, and there were {self._done} "
+                "backward passes"
+            )
+        return sum((loss.cpu() for loss in self._losses), torch.zeros((), dtype=torch.float64))
+
+    def _fail(self, problem: str) -> NoReturn:
+        who, rank = type(self._wrapper).__name__, self._backend.rank
+        error = MisuseError(f"rank {rank}: {who}: {problem}", rank=rank, op=who)
+        self._backend.fail(error)  # the others wait for this rank
+        raise error
+
+
+class JoinedStep(MicroBatches):
+    """A step that all ranks take together; see `step` of DDP and FSDP."""
+
+    _wrapper: AveragingWrapper
 
     def __init__(
         self, wrapper: AveragingWrapper, weight: float | Tensor, micro_batches: int
     ) -> None:
-        self.loss = nan
-        self.weight = nan
-        self._wrapper = wrapper
+        super().__init__(wrapper, weight, micro_batches)
         self.keeps = False  # were there gradients of earlier steps
         self._all = [m for m in wrapper.modules() if isinstance(m, AveragingWrapper)]
-        self._backend = wrapper.backend
-        self._given = weight, micro_batches
-        self._losses: list[Tensor] = []
         self._hooks: list[Any] = []
-        self._done = 0  # micro-batches
         self._in_backward = False
 
     # The agreement --------------------------------------------------------------------------
@@ -223,9 +284,7 @@ class JoinedStep:
             weight = self._checked(given, count)
         except Exception as error:  # which the others, who wait, are told of
             problem = error
-        agreed = outer or Join(
-            type(self._wrapper).__name__, self._backend, divide_by_initial_world_size=True
-        )
+        agreed = outer or Join(type(self._wrapper).__name__, self._backend)
         try:
             agreed.exchange(JoinPhase.STEP, weight, 0 if problem else count)
         finally:
@@ -235,16 +294,7 @@ class JoinedStep:
         return self
 
     def _checked(self, weight: float | Tensor, count: int) -> float:
-        """Return the weight; raise for one that is none, and where a step cannot begin."""
-        if isinstance(weight, Tensor) and weight.requires_grad:
-            raise ValueError("step(): weight has a gradient: give its .item()")
-        number = float(weight) if not isinstance(weight, (bool, str)) else nan
-        if not (isfinite(number) and number >= 0):
-            raise ValueError(f"step(): weight must be a number of at least 0, not {weight!r}")
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise ValueError(f"step(): micro_batches must be 0 or more, not {count!r}")
-        if not count and number:
-            raise ValueError(f"step(): a weight of {number} needs a micro-batch, and there is none")
+        number = super()._checked(weight, count)
         for each in self._all:
             if not each.passes.synchronize or each.passes.owes:
                 refuse(
@@ -265,20 +315,17 @@ class JoinedStep:
     def begin(self, agreed: Join) -> None:
         """Begin, with what the ranks have agreed on; also on a rank that `join` has left."""
         rank, counts = self._backend.rank, agreed.counts
-        bad = [r for r, samples in enumerate(agreed.samples) if not isfinite(samples)]
-        self.weight = sum(agreed.samples)
-        if bad or not 0 < self.weight < inf:
-            problem = f"the sum of all weights is {self.weight:g}, no number above 0"
-            problem = f"rank {bad[0]} cannot begin it; see its error" if bad else problem
-            raise ValueError(f"rank {rank}: step(): {problem}")
+        self.weight = sum_of_weights(agreed.samples, rank, "step()")
         if len(set(counts)) > 1:
             check_joinable(self._wrapper.module, type(self._wrapper).__name__, self._backend, None)
-        self._weights, self._counts, self._active = agreed.samples, counts, list(agreed.active)
+        self._factor = self._backend.world_size / self.weight if agreed.samples[rank] else 0.0
+        self._counts, self._count, self._active = counts, counts[rank], list(agreed.active)
         self._rounds = max(counts)
         self.leader = counts.index(self._rounds)
         needed = self._rounds if self._wrapper.in_rounds else 1
         self._short = [r for r, count in enumerate(counts) if count < needed]
-        self._before = [each.passes.join for each in self._all]
+        self._passes = [each.passes for each in self._all]
+        self._before = [each.join for each in self._passes]
         for number, each in enumerate(self._all):
             each.passes.join = InStep(self, number, self._active)
         if not agreed.samples[rank] and counts[rank]:  # no NaN of this rank may reach the others
@@ -290,38 +337,21 @@ class JoinedStep:
     # Micro-batches --------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Run the backward pass of one micro-batch; the last one averages.
-
-        loss      the sum of the losses of the micro-batch, of one element
-        options   of `Tensor.backward`, such as `retain_graph`
-        """
-        rank = self._backend.rank
         if self._in_backward:
             self._fail("a backward pass of this step has failed: begin anew after zero_grad()")
-        if self._done >= self._counts[rank]:
-            self._fail(f"a micro-batch more than the {self._counts[rank]} that step() was told of")
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            self._fail(f"step.backward() takes the sum of the losses, with a graph, not {loss!r}")
         if any(each.passes.synchronize is not self._last for each in self._all):
             self._fail("no_sync() inside step(), which accumulates by itself")
-        weight = self._weights[rank]
-        factor = self._backend.world_size / self.weight if weight else 0.0
-        if weight:
-            self._losses.append(loss.detach().to(torch.float64, copy=True).view(()))
         if not self._done and len(self._active) < self._backend.world_size:
             self.keeps = has_gradients(self._wrapper.parameters())
         self._in_backward = True  # for good, if it fails
-        passes = [each.passes for each in self._all]
-        Scaled.apply(loss, factor, passes).backward(**options)  # type: ignore[no-untyped-call]
+        super().backward(loss, **options)
         self._in_backward = False
-        self._done += 1
         self._synchronize()
 
     @property
     def _last(self) -> bool:
         """Whether the next micro-batch of this rank averages."""
-        own = self._counts[self._backend.rank]
-        return self._done + 1 == (self._rounds if self._wrapper.in_rounds else own)
+        return self._done + 1 == (self._rounds if self._wrapper.in_rounds else self._count)
 
     def _synchronize(self) -> None:
         for each in self._all:
@@ -350,19 +380,13 @@ class JoinedStep:
             self._close()
 
     def _finish(self) -> None:
-        rank = self._backend.rank
-        if self._done < self._counts[rank]:
-            self._fail(
-                f"step() was told of {self._counts[rank]} micro-batches, and there were "
-                f"{self._done} backward passes"
-            )
+        rank, total = self._backend.rank, self._total()
         if rank in self._short:
             follow(self._all, self.leader)
         if any(each.passes.owes for each in self._all):
             self._fail("the last micro-batch's loss does not depend on the model: nothing averaged")
         if rank == self.leader:
             tell(self._short, self._backend, JoinPhase.OVER)
-        total = sum((loss.cpu() for loss in self._losses), torch.zeros((), dtype=torch.float64))
         self.loss = (
             float(all_reduce_(total, self._backend, label="the loss of a step")) / self.weight
         )
@@ -384,12 +408,6 @@ class JoinedStep:
         if self._backend.rank == self.leader:
             others = [r for r in self._short if self._counts[r] <= self._done]
             tell(others, self._backend, phase, number, group)
-
-    def _fail(self, problem: str) -> NoReturn:
-        who, rank = type(self._wrapper).__name__, self._backend.rank
-        error = MisuseError(f"rank {rank}: {who}: {problem}", rank=rank, op=who)
-        self._backend.fail(error)  # the others wait for this rank
-        raise error
 
 
 class InStep:
@@ -462,6 +480,27 @@ def follow(
         wrappers[number].answer(JoinPhase(phase), group)
         if phase == JoinPhase.FINISH and after is not None:
             after()
+
+
+def checked_weight(weight: float | Tensor, op: str) -> float:
+    """Return it as a number; raise ValueError for one that is no weight."""
+    if isinstance(weight, Tensor) and weight.requires_grad:
+        raise ValueError(f"{op}: weight has a gradient: give its .item()")
+    number = float(weight) if not isinstance(weight, (bool, str)) else nan
+    if not (isfinite(number) and number >= 0):
+        raise ValueError(f"{op}: weight must be a number of at least 0, not {weight!r}")
+    return number
+
+
+def sum_of_weights(weights: Sequence[float], rank: int, op: str) -> float:
+    """Return the sum of all ranks' weights; raise ValueError if one is NaN, or all are 0."""
+    bad = [r for r, weight in enumerate(weights) if not isfinite(weight)]
+    total = sum(weights)
+    if bad or not 0 < total < inf:
+        problem = f"the sum of all weights is {total:g}, no number above 0"
+        problem = f"rank {bad[0]} cannot begin it; see its error" if bad else problem
+        raise ValueError(f"rank {rank}: {op}: {problem}")
+    return total
 
 
 class Scaled(torch.autograd.Function):

@@ -73,6 +73,8 @@ class JoinPhase(enum.IntEnum):
     UNSHARD = 7
     REDUCE = 8
     FINISH = 9  # to reduce, all groups
+    SYNC = 10  # of LocalSGD and DiLoCo
+    WHOLE_SYNC = 11  # one that leaves nothing out
 
 
 _WORDS = {
@@ -81,6 +83,8 @@ _WORDS = {
     JoinPhase.BACKWARD: "begins a backward pass",
     JoinPhase.CATCHING_UP: "averages accumulated gradients",
     JoinPhase.STEP: "begins a step()",
+    JoinPhase.SYNC: "synchronizes parameters",
+    JoinPhase.WHOLE_SYNC: "synchronizes whole parameters",
 }
 _PHASES = len(JoinPhase)
 
@@ -100,7 +104,7 @@ class Join:
         who: str,
         backend: Backend,
         *,
-        divide_by_initial_world_size: bool,
+        divide_by_initial_world_size: bool = True,
         throw_on_early_termination: bool = False,
     ) -> None:
         self.throws = throw_on_early_termination

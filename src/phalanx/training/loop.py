@@ -14,6 +14,7 @@ from phalanx.aggregation import GradientAggregator
 from phalanx.collectives.check_same import difference
 from phalanx.errors import DesyncError
 from phalanx.parallel.guards import refuse
+from phalanx.training.mean import mean
 
 Loss = TypeVar("Loss")
 
@@ -24,12 +25,15 @@ def distributed_train_step(
     aggregator: GradientAggregator,
     *,
     step: int | None = None,
+    weight: float | None = None,
 ) -> Loss:
     """Compute gradients, average them over the ranks, apply the averages; return this rank's loss.
 
     compute_gradients   returns the loss and the gradients of this rank's batch
     apply_gradients     is given their averages, in the same order
     step                its number, in errors; by default that of the aggregator's steps so far
+    weight              of this rank's batch, of the sum of whose losses the gradients are then; see
+                        `GradientAggregator.aggregate`
 
     Every rank calls it equally often. Blocks as the aggregator does. Errors of all three pass
     through unchanged, with a note (which Python shows from 3.11 on) of the step's number and phase.
@@ -46,7 +50,8 @@ def distributed_train_step(
     try:
         loss, gradients = _checked_pair(compute_gradients())
         doing = "aggregating gradients"
-        averages = aggregator.aggregate(gradients)
+        options = {} if weight is None else {"weight": weight}  # not each aggregator takes one
+        averages = aggregator.aggregate(gradients, **options)
         doing = "applying gradients"
         apply_gradients(averages)
     except Exception as error:
@@ -91,6 +96,7 @@ def train_epoch(
     apply_gradients: Callable[[list[Tensor]], object],
     aggregator: GradientAggregator,
     *,
+    weight: float | Callable[[Batch], float] | None = None,
     description: str = "epoch",
     console: Console | None = None,
 ) -> float:
@@ -99,6 +105,9 @@ def train_epoch(
     batches             equally many on every rank; if it has a length, the bar has an end
     compute_gradients   returns the loss (a number, or a tensor of one) and the gradients of a batch
     apply_gradients     is given their averages
+    weight              of a batch, or a function of it, where losses and gradients are sums: of
+                        tokens, say. The result is (sum of losses) / (sum of weights), of all ranks,
+                        and takes a message of 24 bytes more; see `mean`
     description         stands before the bar
     console             shows rank 0's bar: standard error by default, and nothing
                         unless that is a terminal
@@ -110,7 +119,7 @@ def train_epoch(
     """
     first = aggregator.backend is None or aggregator.backend.rank == 0
     console = console or Console(stderr=True)
-    total, count = 0.0, 0
+    total, seen, count = 0.0, 0.0, 0
     with Progress(
         TextColumn("{task.description}", markup=False),
         MofNCompleteColumn(),
@@ -123,16 +132,22 @@ def train_epoch(
         steps = len(batches) if isinstance(batches, Sized) else None
         task = bar.add_task(description, total=steps, loss="-")
         for batch in batches:
+            given = weight(batch) if callable(weight) else weight
             loss = distributed_train_step(
                 lambda batch=batch: _with_number(compute_gradients(batch)),  # type: ignore[misc]
                 apply_gradients,
                 aggregator,
+                weight=given,
             )
-            total += float(loss.detach() if isinstance(loss, Tensor) else loss)
-            count += 1
-            bar.update(task, advance=1, loss=f"{total / count:.4g}")
+            counts = 1.0 if given is None else float(given)
+            count, seen = count + 1, seen + counts
+            if counts:
+                total += float(loss.detach() if isinstance(loss, Tensor) else loss)
+            bar.update(task, advance=1, loss=f"{total / (seen or 1):.4g}")
     _check_all_over(count, aggregator)
-    return total / count if count else math.nan
+    if weight is not None and count and aggregator.backend is not None:
+        return mean(total / (seen or 1), aggregator.backend, weights=seen)
+    return total / seen if count else math.nan
 
 
 def _with_number(computed: Any) -> Any:

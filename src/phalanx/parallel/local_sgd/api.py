@@ -48,9 +48,10 @@ class LocalSGD(PeriodicSync):
     not finite on one rank is not finite on any after the average: a warning in the log names the
     rank.
 
-    Every rank takes as many steps, or calls `sync()` when it is through: the error of a rank that
-    waits for one with fewer says so. If only one rank's gradient scaler skips a step, that rank is
-    one behind, and the others wait for it.
+    Every rank takes as many steps, or calls `sync()` when it is through, or trains in `join`: the
+    error of a rank that waits for one with fewer says so. Ranks count alike, or, with `step`, by
+    the samples or tokens that they have had. If only one rank's gradient scaler skips a step, that
+    rank is one behind, and the others wait for it.
 
     `state_dict` has this rank's parameters, and extra keys while ranks have different ones
     (`own_state`). A checkpoint (`save_checkpoint`) keeps each rank's parameters, and its
@@ -68,9 +69,9 @@ class LocalSGD(PeriodicSync):
     compressor is taken off. So a rank computes with all its own updates, while others receive them
     bit by bit, with `every=1` too (Xie et al. 2020, "CSER"; Basu et al. 2019, "Qsparse-local-SGD").
     Parameters are then the same on all ranks only after `sync()`, which sends the rest whole. The
-    copy takes the parameters' memory once, an average twice more while it lasts; 16 more bytes
-    compare the copies. An average that is not finite is not taken: parameters are those of the
-    copy, and a warning names the rank.
+    copy takes the parameters' memory once (with `step`, and in `join`, twice), an average twice
+    more while it lasts; 16 more bytes compare the copies. An average that is not finite is not
+    taken: parameters are those of the copy, and a warning names the rank.
     """
 
     def __init__(
@@ -140,7 +141,8 @@ class DiLoCo(PeriodicSync):
     much as `LocalSGD`, or the compressor's messages, and 8 bytes, which compare the copies. Copies
     take the parameters' memory once, besides the outer optimizer's state.
 
-    Counting, buffers, optimizers, checkpoints and ranks out of step are as with `LocalSGD`.
+    Counting, `step`, `join`, buffers, optimizers, checkpoints and ranks out of step are as with
+    `LocalSGD`.
     `sync()` takes an outer step with the progress so far. A checkpoint has the copies, the outer
     optimizer's state, and each rank's residuals; on another number of ranks, the mean progress
     stays the same.

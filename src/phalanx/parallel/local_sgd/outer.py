@@ -62,6 +62,8 @@ class OuterStep:
     compressed  averages by the compressor; None: as `dense` does, by an all-reduce
     who         the wrapper's name in errors
     residual    keeps the parts that messages leave out, if they stay in parameters
+    began       parameters at the beginning of this period, if they have such parts, which have
+                their weights already, and others are to come
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class OuterStep:
         residual: ParameterResidual | None = None,
     ) -> None:
         self.skipped = 0
+        self.began: dict[Tensor, Tensor] = {}
         self._trained = trained
         self._dense = dense
         self._backend = backend
@@ -119,17 +122,19 @@ class OuterStep:
             self.copies[name].copy_(parameter)
 
     @torch.no_grad()
-    def sync(self, label: str, *, whole: bool) -> bool:
+    def sync(self, label: str, *, whole: bool, share: float) -> bool:
         """Average the outer gradients, step, and copy. If these gradients are not finite, skip the
         step: all parameters are as at the beginning of the period.
 
         whole   leave nothing out, so that parameters are the same on all ranks
+        share   how much this rank's progress counts in the mean
 
         Returns whether they are. Raises `DesyncError` if the copies are not the same on all ranks.
         """
         if self._residual is not None and self._backend.world_size == 1:
             return True
-        d = self._mean_outer_gradients(label, whole=whole)
+        d = self._mean_outer_gradients(label, whole=whole, share=share)
+        self.began = {}
         self._check_copies()
         if taken := all(is_finite(bucket.flat) for bucket in d):
             for bucket in d:
@@ -149,7 +154,7 @@ class OuterStep:
                 parameter.sub_(left)
         return not taken
 
-    def _mean_outer_gradients(self, label: str, *, whole: bool) -> list[Bucket]:
+    def _mean_outer_gradients(self, label: str, *, whole: bool, share: float) -> list[Bucket]:
         """Return the mean over the ranks of t - t_i, in buckets. Blocks."""
 
         def put(place: Tensor, parameter: Tensor) -> None:
@@ -158,7 +163,9 @@ class OuterStep:
         averaging = self.compressed
         if averaging is None or (whole and self._residual is not None):
             averaging = self._dense
-        return averaging.means_of(self._trained.values(), label=label, put=put)
+        kept = {p: self._copy_of[p] - began for p, began in self.began.items()}
+        tensors = self._trained.values()
+        return averaging.means_of(tensors, label=label, put=put, share=share, kept=kept)
 
     def _check_copies(self) -> None:
         """Compare hashes of the copies over the ranks, in a message of 8 bytes."""

@@ -24,9 +24,10 @@ from torch.optim import Optimizer
 from phalanx.collectives import ReduceOp, all_reduce_
 from phalanx.compression.compressor import is_finite
 from phalanx.core.backend import Backend
-from phalanx.errors import DistributedError
+from phalanx.errors import DesyncError, DistributedError
 from phalanx.parallel.averaging import GradientAveraging, broadcast_all_
 from phalanx.parallel.guards import check_same_model, explain
+from phalanx.parallel.joined_step import MicroBatches, sum_of_weights
 from phalanx.parallel.local_sgd.outer import OuterStep, not_finite
 from phalanx.parallel.local_sgd.state import (
     load_outer_state,
@@ -36,6 +37,7 @@ from phalanx.parallel.local_sgd.state import (
     without_values_of_others,
 )
 from phalanx.parallel.local_sgd.steps import StepCounter
+from phalanx.parallel.uneven import Join, JoinPhase, check_joinable
 from phalanx.parallel.wrapper import Wrapper, claim, owner_of
 from phalanx.torch_internals import inside_backward
 
@@ -72,6 +74,8 @@ class PeriodicSync(Wrapper):
         self._counter = StepCounter(self._trained.values())
         self._alike = True  # parameters were the same on all ranks, and this one took no step since
         self._in_averaged = False
+        self._open: MicroBatches | None = None
+        self._join: Join | None = None
         self._dense = GradientAveraging(backend)
 
     def _begin(self, outer: OuterStep | None, options: Mapping[str, object]) -> None:
@@ -132,6 +136,8 @@ class PeriodicSync(Wrapper):
         if self._counter.trained.isdisjoint(given):
             return
         self._check_not_in_averaged("a step")
+        if self._open is not None:
+            self._refuse("an optimizer steps inside step(), whose weight is not complete: leave it")
         if self._counter.before(given):
             self._step_is_over(before_step=True)
         self._alike = False
@@ -173,25 +179,59 @@ class PeriodicSync(Wrapper):
         """
         self._check_not_in_averaged("sync()")
         self._counter.close()
-        if self._any_rank_differs("sync()"):
+        if self._join is not None or self._any_rank_differs("sync()"):
             self._sync("sync()", whole=True)
 
-    def _sync(self, why: str, *, whole: bool) -> None:
+    def _sync(self, why: str, *, whole: bool, share: float | None = None) -> None:
+        if share is None:
+            share = self._exchange(JoinPhase.WHOLE_SYNC if whole else JoinPhase.SYNC)[1]
+        why = why if self._join is None else "join()"
         label = f"{type(self).__name__}'s sync {self.meetings}, {why}"
         several, alike = self.backend.world_size > 1, True
         with self._explaining():
             if self._outer is not None:
-                alike = self._outer.sync(label, whole=whole)  # t <- t', t_i <- t'
+                alike = self._outer.sync(label, whole=whole, share=share)  # t <- t', t_i <- t'
             elif several:
-                self._take_mean(label)  # t_i <- mean of all t_j
+                self._take_mean(label, share)  # t_i <- mean of all t_j
             if several:
-                self._sync_buffers(f"{label}, buffers")
+                self._sync_buffers(f"{label}, buffers", share)
         self._alike = alike
-        self._counter.since, self._counter.syncs = 0, self.meetings + 1
+        self._counter.since, self._counter.seen, self._counter.syncs = 0, None, self.meetings + 1
+        if self._join is not None:
+            self._before_weights()
+
+    def _exchange(self, phase: JoinPhase) -> tuple[JoinPhase, float]:
+        """Tell what this rank does, and has seen since the last sync. Return what those with a
+        batch do, and how much this rank counts in a mean (1 on average). One message of 16 bytes,
+        if there are weights, or in `join`.
+        """
+        who, seen = type(self).__name__, self._counter.seen
+        if seen is None and self._join is None:
+            return phase, 1.0
+        join = self._join or Join(who, self.backend)
+        kind = int(self._counter.now()[1] > 0) if seen is None else 2  # 0: no step since
+        with self._explaining():
+            weight = float(kind) if seen is None else seen
+            common = join.exchange(phase, weight, kind + 3 * self.steps)
+        kinds = {count % 3 for count in join.counts} - {0}
+        if len(kinds) > 1:
+            problem = "since the last sync some ranks have trained in step(), and others without it"
+            self._refuse(f"{problem}: use it on all or on none", DesyncError)
+        if not kinds or common is JoinPhase.OVER:
+            return common, 1.0
+        op = f"{who}: weights in step() since the last sync"
+        total = sum_of_weights(join.samples, self.backend.rank, op)
+        return common, join.samples[self.backend.rank] * self.backend.world_size / total
+
+    def _before_weights(self) -> None:
+        """Keep this rank's parameters, if they have a part that was left out of the last sync."""
+        outer = self._outer
+        if outer is not None and not (self._alike or outer.began or self._counter.now()[1]):
+            outer.began = {p: p.detach().clone() for p in self._trained.values()}
 
     @torch.no_grad()
-    def _take_mean(self, label: str) -> None:
-        buckets = self._dense.means_of(self._trained.values(), label=label)
+    def _take_mean(self, label: str, share: float) -> None:
+        buckets = self._dense.means_of(self._trained.values(), label=label, share=share)
         if not all(is_finite(bucket.flat) for bucket in buckets):
             log.warning(
                 "rank %d: LocalSGD: parameters are not finite, and by their mean on no rank any "
@@ -202,24 +242,29 @@ class PeriodicSync(Wrapper):
         for bucket in buckets:
             _copy(bucket.views)
 
-    def _sync_buffers(self, label: str) -> None:
+    def _sync_buffers(self, label: str, share: float) -> None:
         """Make buffers equal, in place: floating ones, such as statistics of batch norm, become
         their mean; others, such as counters and masks, rank 0's.
         """
         buffers = persistent_buffers(self.module).values()
         means = [buffer for buffer in buffers if buffer.is_floating_point()]
-        for bucket in self._dense.means_of(means, label=label):
+        for bucket in self._dense.means_of(means, label=label, share=share):
             _copy(bucket.views)
         others = [buffer for buffer in buffers if not buffer.is_floating_point()]
         broadcast_all_(others, self.backend, 0, label=f"{label} of rank 0")
 
     def _any_rank_differs(self, why: str, timeout: float | None = None) -> bool:
-        """Return whether ranks may have different parameters. One message of 8 bytes."""
-        apart = self._counter.now()[1] > 0 or not self._alike
-        apart_anywhere = torch.tensor([int(apart)])
+        """Return whether ranks may have different parameters. One message of 8 bytes. If others
+        have weights, a rank without a step since the last sync has weight 0.
+        """
+        since, seen = self._counter.now()[1], self._counter.seen
+        apart = since > 0 or not self._alike
+        apart_anywhere = torch.tensor([int(apart) if seen is None else 2])
         label = f"{type(self).__name__}'s {why} after {self.meetings} syncs"
         with self._explaining():
             all_reduce_(apart_anywhere, self.backend, ReduceOp.MAX, label=label, timeout=timeout)
+        if apart_anywhere.item() == 2 and not since:
+            self._counter.seen = seen or 0.0
         return bool(apart_anywhere.item())
 
     @contextmanager
@@ -227,8 +272,8 @@ class PeriodicSync(Wrapper):
         steps, since, _ = self._counter.now()
         text = (
             f"this rank has taken {steps} steps, {since} of them since the last sync, and "
-            "another one does something else: if its batches ran out, let every rank take as many "
-            "steps, or leave the loop together and call sync() on all"
+            "another one does something else: if its batches ran out, train in join(), or leave "
+            "the loop together and call sync() on all; call step() on all ranks or on none"
         )
         try:
             yield
@@ -248,11 +293,14 @@ class PeriodicSync(Wrapper):
         self._check_not_in_averaged("means()")
         if not self._any_rank_differs("means", timeout):
             return {}
+        share = self._exchange(JoinPhase.WHOLE_SYNC)[1]
+        kept = self._outer.began if self._outer is not None else None
         buffers = persistent_buffers(self.module).values()
         tensors = [*self._trained.values(), *(b for b in buffers if b.is_floating_point())]
         label = f"{type(self).__name__}'s means after {self.meetings} syncs"
         with self._explaining():
-            found = GradientAveraging(self.backend).means_of(tensors, label=label)
+            averaging = GradientAveraging(self.backend)
+            found = averaging.means_of(tensors, label=label, share=share, kept=kept)
         return {tensor: mean for bucket in found for tensor, mean in bucket.views.items()}
 
     @contextmanager
@@ -280,6 +328,61 @@ class PeriodicSync(Wrapper):
         """Do nothing: backward passes send nothing. For scripts that are written for DDP, too."""
         yield
 
+    # Work of different sizes ----------------------------------------------------------------
+
+    @contextmanager
+    def step(self, weight: float | Tensor, *, micro_batches: int = 1) -> Iterator[MicroBatches]:
+        """Take a step of all micro-batches of this rank together, in the form of `DDP.step`.
+
+        Gradients are of (sum of losses) / weight, as `step.loss` is: zeros with weight 0. Nothing
+        is sent. In the next sync this rank counts by the sum of its weights since the last one, in
+        the means of parameters, outer gradients and floating buffers: a message of 16 bytes more.
+        A step that a gradient scaler skips does not count.
+
+        Raises ValueError for a bad weight, and, in the sync, on every rank, if all have seen 0;
+        `DesyncError` there if only some ranks use it; `MisuseError` for an optimizer's step in it,
+        and as `DDP.step`.
+        """
+        step = MicroBatches(self, weight, micro_batches)
+        if self._open is not None:
+            self._refuse("step() inside step()")
+        with step.alone():
+            self._open = step
+            self._before_weights()
+            try:
+                yield step
+            finally:
+                self._open = None
+        self._counter.weight = step.weight
+        for p in self._trained.values() if not step.weight else ():
+            p.grad = torch.zeros_like(p if p.grad is None else p.grad)  # also of a loss of NaN
+
+    @contextmanager
+    def join(self, *, throw_on_early_termination: bool = False) -> Iterator[None]:
+        """Let each rank train in here on its own number of batches; none at all, too.
+
+        A rank that leaves the block takes part in the syncs of the others until all have left: with
+        what it has seen since the last one, then with weight 0 (without `step()`, ranks that took a
+        step since count alike). The block begins and ends with a sync, if ranks differ; each costs
+        a message of 16 bytes more. Each rank's optimizer is its own: there is no `step=` as in
+        `DDP.join`, and the rest is as there. `steps` become those of the rank with most.
+        """
+        who, throws = type(self).__name__, throw_on_early_termination
+        layers = nn.Identity() if throws else self.module
+        check_joinable(layers, who, self.backend, self._join or self._open)
+        self.sync()
+        self._join = join = Join(who, self.backend, throw_on_early_termination=throws)
+        try:
+            yield
+            self._counter.close()
+            while (met := self._exchange(JoinPhase.OVER))[0] is not JoinPhase.OVER:
+                self._sync("join()", whole=met[0] is JoinPhase.WHOLE_SYNC, share=met[1])
+            if self._any_rank_differs("join()"):
+                self.sync()
+        finally:
+            self._join = None
+        self._counter.steps = max([self.steps, *(count // 3 for count in join.counts)])
+
     # State: see state.py --------------------------------------------------------------------
 
     def own_state(self) -> dict[str, Tensor]:
@@ -287,7 +390,8 @@ class PeriodicSync(Wrapper):
         self._check_not_in_averaged("a state dict")
         apart, outer = not self._alike, self._outer
         values = self._local_tensors() if apart else {}
-        state = local_state(self._counter.now(), values, self.backend)
+        seen = [] if self._counter.seen is None else [self._counter.seen]
+        state = local_state([*self._counter.now(), *seen], values, self.backend)
         if outer is not None:
             state |= outer_state(outer.optimizer, outer.copies, apart=apart)
         return state | super().own_state()
@@ -307,6 +411,7 @@ class PeriodicSync(Wrapper):
             began = load_outer_state(state, outer.optimizer, outer.copies, backend.rank)
             if not began:
                 outer.begin()
+            outer.began = {p: torch.empty_like(p) for p in self._trained.values()}
         own = self._local_tensors()
         counts, values = saved_local(state, own, backend, type(self).__name__)
         self._counter.load(counts)
@@ -315,13 +420,17 @@ class PeriodicSync(Wrapper):
         if not values and not since:
             values = began  # this rank had taken no step, and others had
         _copy({own[name]: value for name, value in values.items()})
+        if outer is not None and not any(name.startswith(".") for name in values):
+            outer.began = {}
 
     def needs(self, keys: Iterable[str]) -> list[str]:
         """Return the keys without those of other ranks' values."""
         return super().needs(without_values_of_others(keys, self.backend))
 
     def _local_tensors(self) -> dict[str, Tensor]:
-        return {**self._trained, **persistent_buffers(self.module)}
+        began = self._outer.began if self._outer is not None else {}
+        kept = {f".{name}": began[p] for name, p in self._trained.items() if p in began}
+        return {**self._trained, **persistent_buffers(self.module), **kept}
 
     def _check_not_in_averaged(self, what: str) -> None:
         if self._in_averaged:

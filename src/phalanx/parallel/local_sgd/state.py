@@ -1,7 +1,9 @@
 """LocalSGD and DiLoCo in a state dict: their state between two syncs.
 
-    local@2/4.count                   rank 2 of 4: steps, steps since the last sync, syncs
+    local@2/4.count                   rank 2 of 4: steps, steps since the last sync, syncs; and, if
+                                      they had weights, the sum of those since
     local@2/4.value.<name>            its parameter or buffer, while ranks have different ones
+    local@2/4.value..<name>           the parameter as it was when weights began (`OuterStep.began`)
     outer@all.parameter.<name>        the parameter after the last sync, while ranks differ
     outer@all.state.<key>.<name>      the outer optimizer's state for it: a tensor, or a number
     outer@all.option.<group>.<key>    a number of a parameter group, such as the learning rate
@@ -22,6 +24,7 @@ from torch.optim import Optimizer
 
 from phalanx.core.backend import Backend
 from phalanx.errors import SizeMismatchError, UnsupportedObjectError
+from phalanx.parallel.averaging import weigh_
 
 _LOCAL = re.compile(r"local@(\d+)/(\d+)\.(?:count|value\.(.*))", re.DOTALL)
 _OUTER = "outer@all."
@@ -32,11 +35,11 @@ def _prefix(backend: Backend) -> str:
 
 
 def local_state(
-    counts: Sequence[int], values: Mapping[str, Tensor], backend: Backend
+    counts: Sequence[float], values: Mapping[str, Tensor], backend: Backend
 ) -> dict[str, Tensor]:
     """Return this rank's counts, and its values that other ranks lack, under keys that name it."""
     prefix = _prefix(backend)
-    state = {f"{prefix}count": torch.tensor(counts, dtype=torch.int64)}
+    state = {f"{prefix}count": torch.tensor(counts, dtype=torch.float64 if counts[3:] else None)}
     return state | {f"{prefix}value.{name}": value.detach() for name, value in values.items()}
 
 
@@ -49,13 +52,13 @@ def without_values_of_others(keys: Iterable[str], backend: Backend) -> list[str]
 
 def saved_local(
     state: Mapping[str, Any], own: Mapping[str, Tensor], backend: Backend, who: str
-) -> tuple[list[int] | None, Mapping[str, Tensor]]:
+) -> tuple[list[float] | None, Mapping[str, Tensor]]:
     """Return the counts, and values by name for its `own` tensors, with which this rank goes on.
 
     These are its own. With another number of ranks: the first one's counts, and the mean of all
     values if those of all ranks are there. Raises `SizeMismatchError` if they are another model's.
     """
-    counts: dict[tuple[int, int], list[int]] = {}
+    counts: dict[tuple[int, int], list[float]] = {}
     values: dict[tuple[int, int], dict[str, Tensor]] = {}
     for key, value in state.items():
         if match := _LOCAL.fullmatch(key):
@@ -66,14 +69,20 @@ def saved_local(
                 values.setdefault(saved_by, {})[match[3]] = value
     here = backend.world_size, backend.rank
     count = counts.get(here, counts[min(counts)]) if counts else None
+    seen = {saved_by: sum(each[3:]) for saved_by, each in counts.items()}
+    total = sum(seen.values())
+    if count and total and here not in counts:
+        count = [*count[:3], total / backend.world_size]
     found: Mapping[str, Tensor] = values.get(here, {})
     size = next(iter(values))[0] if values else 0
     if size != backend.world_size and 0 < size <= len(values):
+        shares = {k: each * size / total if total else 1.0 for k, each in seen.items()}
         found = {
-            name: torch.stack([each[name].double() for each in values.values()]).mean(0)
+            name: torch.stack([_weighted(v, name, shares[k]) for k, v in values.items()]).mean(0)
             if value.is_floating_point()
             else value
             for name, value in values[min(values)].items()
+            if not name.startswith(".")
         }
     for name, value in found.items():
         if name not in own or own[name].shape != value.shape:
@@ -85,6 +94,11 @@ def saved_local(
                 rank=backend.rank,
             )
     return count, found
+
+
+def _weighted(values: Mapping[str, Tensor], name: str, share: float) -> Tensor:
+    value = weigh_(values[name].to(torch.float64, copy=True), share)
+    return value + (1 - share) * values.get(f".{name}", 0.0)
 
 
 # ------------------------------------------------------------------------------

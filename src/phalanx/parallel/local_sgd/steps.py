@@ -24,10 +24,14 @@ class StepCounter:
     steps     number of finished ones
     since     those of them since the last sync
     syncs     number of syncs
+    weight    of the next step, if `step()` came before it; not of those that are skipped
+    seen      the sum of the weights since the last sync; None: there were none
     """
 
     def __init__(self, trained: Iterable[nn.Parameter]) -> None:
         self.steps = self.since = self.syncs = 0
+        self.weight: float | None = None
+        self.seen: float | None = None
         self.trained = frozenset(trained)
         self._written: set[nn.Parameter] = set()
         self._skipped: set[nn.Parameter] = set()
@@ -46,6 +50,8 @@ class StepCounter:
         mine = self.trained.intersection(parameters)
         self._without_optimizer -= mine
         self._written |= mine
+        if mine and self.weight is not None:
+            self.seen, self.weight = (self.seen or 0.0) + self.weight, None
         return bool(mine) and self._is_over()
 
     def skip(self, parameters: Iterable[nn.Parameter]) -> bool:
@@ -71,7 +77,9 @@ class StepCounter:
         more = 1 if self._written else 0
         return self.steps + more, self.since + more, self.syncs
 
-    def load(self, counts: Sequence[int] | None) -> None:
-        """Continue from saved counts; None: the ranks have equal parameters now."""
+    def load(self, counts: Sequence[float] | None) -> None:
+        """Continue from saved counts, and `seen`; None: the ranks have equal parameters now."""
         self._written.clear()
-        self.steps, self.since, self.syncs = counts or (self.steps, 0, self.syncs)
+        counts, self.weight = counts or (self.steps, 0, self.syncs), None
+        self.steps, self.since, self.syncs = map(int, counts[:3])
+        self.seen = next(iter(counts[3:]), None)
