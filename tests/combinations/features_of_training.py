@@ -53,7 +53,7 @@ class TwoPasses(Feature):
         inner(slice(2, 4))
 
 
-@feature("state_dict while accumulating", "training", tags="passes")
+@feature("state_dict while accumulating", "training", tags="passes gathers")
 class StateWhileAccumulating(Feature):
     def passes(self, job: Job, inner: Inner, rows: slice) -> None:
         with job.no_sync():
@@ -69,22 +69,28 @@ class ZeroGrad(Feature):
         inner(set_to_none=False)
 
 
-@feature("join", "training", tags="data join", against="count noted rebuilds saves buffered")
+# A rank that waits takes part in passes, and not in what collects FSDP's whole state.
+@feature(
+    "join", "training", tags="data join", against="count noted rebuilds saves buffered gathers"
+)
 class JoinFeature(Feature):
-    """Each rank has a batch less than the one before it."""
+    """The last rank has one batch less."""
 
     def lacks(self, way: Way) -> str:
         return NO_STEP if way.pipeline or not way.averages else ""
 
     def has_batch(self, job: Job, part: int) -> bool:
-        return job.number < STEPS - part
+        return job.number < self.batches_of(job, part)
+
+    def batches_of(self, job: Job, part: int) -> int:
+        return STEPS - (part > 0 and part == job.way.parts - 1)
 
     @contextmanager
     def training(self, job: Job) -> Iterator[None]:
         if job.alone:
             yield
             return
-        job.steps -= job.part
+        job.steps -= STEPS - self.batches_of(job, job.part)
         passes = count(1)
 
         def step() -> None:

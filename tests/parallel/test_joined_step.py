@@ -334,11 +334,18 @@ def test_groups_that_were_prefetched_by_hand_are_gathered_as_often_on_every_rank
 
 
 @pytest.mark.parametrize("where", [COMMON, MESSAGES], ids=str)
-def test_hybrid_averages_between_shard_groups_as_well(where: Any):
+def test_hybrid_averages_between_shard_groups_and_counts_a_replica_once_in_the_norm(where: Any):
     wrap = Wrapping(FSDP, {"strategy": ShardingStrategy.hybrid(2)}, where)
     split = [[2, 1], [], [1, 3, 2], [0]]
-    (found,) = gradients_of_steps(wrap, split)
-    assert_equal_to_rounding(found, gradients_alone(split))
+    right = gradients_alone(split)
+    norm = torch.stack([grad.norm() for grad in right.values()]).norm().item()
+
+    def take(model: Any, rank: int, split: Split) -> None:
+        take_step(model, rank, split)
+        assert phalanx.clip_grad_norm_(model, 1e9).item() == pytest.approx(norm, rel=1e-12)
+
+    (found,) = gradients_of_steps(wrap, split, take=take)
+    assert_equal_to_rounding(found, right)
 
 
 @both
