@@ -35,11 +35,14 @@ from phalanx import (
     ErrorFeedback,
     LocalSGD,
     MisuseError,
+    PowerSGD,
+    Quantized,
     TopK,
     load_checkpoint,
     save_checkpoint,
     simulate,
 )
+from phalanx.compression import Compressor
 from phalanx.compression.error_feedback import total_residual
 
 steps_of_a_rank = st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), max_size=3), max_size=3)
@@ -281,10 +284,11 @@ def test_a_step_that_a_scaler_skips_does_not_count():
             min_size=1,
             max_size=4,
         )
-    )
+    ),
+    compression=st.sampled_from([TopK(0.2), Quantized(4, block=16), PowerSGD(1)]),
 )
 def test_with_compression_what_is_sent_and_what_is_left_are_the_weighted_change(
-    weights: list[list[float]],
+    weights: list[list[float]], compression: Compressor
 ):
     """Of the ranks' parameters at the beginning of a period the plain mean is kept: what is left
     in them has its weight already, and counts whole, also on a rank that has weight 0 now.
@@ -293,7 +297,7 @@ def test_with_compression_what_is_sent_and_what_is_left_are_the_weighted_change(
     ranks = len(weights[0])
 
     def run(backend: Backend):
-        model = LocalSGD(build(), backend, every=1, compression=TopK(0.2))
+        model = LocalSGD(build(), backend, every=1, compression=compression)
         optimizer = adamw(model.parameters())
         seen = [values(model)]
         for number, row in enumerate(weights):

@@ -365,7 +365,7 @@ class PeriodicSync(Wrapper):
         what it has seen since the last one, then with weight 0 (without `step()`, ranks that took a
         step since count alike). The block begins and ends with a sync, if ranks differ; each costs
         a message of 16 bytes more. Each rank's optimizer is its own: there is no `step=` as in
-        `DDP.join`, and the rest is as there. `steps` become those of the rank with most.
+        `DDP.join`. Early termination shows at a sync. `steps` become those of the rank with most.
         """
         who, throws = type(self).__name__, throw_on_early_termination
         layers = nn.Identity() if throws else self.module
