@@ -153,6 +153,17 @@ def test_with_weight_0_gradients_are_zeros_and_what_is_not_finite_stays_on_its_r
     assert_near(found[0], values(one.shared))
 
 
+def test_what_is_frozen_by_then_has_no_gradient_with_weight_0_either():
+    def run(backend: Backend):
+        model = LocalSGD(mlp(), backend, every=9)
+        model.module[0].requires_grad_(False)
+        with model.step(0, micro_batches=0):
+            pass
+        return [name for name, p in model.named_parameters() if p.grad is None]
+
+    assert simulate(run, 1)[0] == ["0.weight", "0.bias"]
+
+
 def test_without_any_weight_a_sync_is_refused_on_every_rank():
     def run(backend: Backend):
         model = LocalSGD(build(), backend, every=1)

@@ -87,9 +87,6 @@ def test_a_step_that_all_optimizers_skip_does_not_count():
     assert counter.now() == (1, 1, 0)
 
 
-# On a model ------------------------------------------------------------------------------------
-
-
 def test_a_step_counts_with_the_weight_of_the_step_before_its_optimizers():
     counter = StepCounter([A, B])
     counter.weight = 2.0
@@ -120,6 +117,9 @@ def test_the_weight_of_a_step_that_is_skipped_does_not_count():
     counter.weight = 4.0
     counter.after([A])
     assert counter.seen == 4.0
+
+
+# On a model ------------------------------------------------------------------------------------
 
 
 def test_two_optimizers_of_one_model_synchronize_when_both_have_stepped():
