@@ -35,11 +35,14 @@ from phalanx import (
     ErrorFeedback,
     LocalSGD,
     MisuseError,
+    PowerSGD,
+    Quantized,
     TopK,
     load_checkpoint,
     save_checkpoint,
     simulate,
 )
+from phalanx.compression import Compressor
 from phalanx.compression.error_feedback import total_residual
 
 steps_of_a_rank = st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), max_size=3), max_size=3)
@@ -148,6 +151,17 @@ def test_with_weight_0_gradients_are_zeros_and_what_is_not_finite_stays_on_its_r
     one.sync()
     assert_same_bits(list(found))
     assert_near(found[0], values(one.shared))
+
+
+def test_what_is_frozen_by_then_has_no_gradient_with_weight_0_either():
+    def run(backend: Backend):
+        model = LocalSGD(mlp(), backend, every=9)
+        model.module[0].requires_grad_(False)
+        with model.step(0, micro_batches=0):
+            pass
+        return [name for name, p in model.named_parameters() if p.grad is None]
+
+    assert simulate(run, 1)[0] == ["0.weight", "0.bias"]
 
 
 def test_without_any_weight_a_sync_is_refused_on_every_rank():
@@ -281,10 +295,11 @@ def test_a_step_that_a_scaler_skips_does_not_count():
             min_size=1,
             max_size=4,
         )
-    )
+    ),
+    compression=st.sampled_from([TopK(0.2), Quantized(4, block=16), PowerSGD(1)]),
 )
 def test_with_compression_what_is_sent_and_what_is_left_are_the_weighted_change(
-    weights: list[list[float]],
+    weights: list[list[float]], compression: Compressor
 ):
     """Of the ranks' parameters at the beginning of a period the plain mean is kept: what is left
     in them has its weight already, and counts whole, also on a rank that has weight 0 now.
@@ -293,7 +308,7 @@ def test_with_compression_what_is_sent_and_what_is_left_are_the_weighted_change(
     ranks = len(weights[0])
 
     def run(backend: Backend):
-        model = LocalSGD(build(), backend, every=1, compression=TopK(0.2))
+        model = LocalSGD(build(), backend, every=1, compression=compression)
         optimizer = adamw(model.parameters())
         seen = [values(model)]
         for number, row in enumerate(weights):

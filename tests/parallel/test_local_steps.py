@@ -87,6 +87,38 @@ def test_a_step_that_all_optimizers_skip_does_not_count():
     assert counter.now() == (1, 1, 0)
 
 
+def test_a_step_counts_with_the_weight_of_the_step_before_its_optimizers():
+    counter = StepCounter([A, B])
+    counter.weight = 2.0
+    counter.after([A])
+    counter.after([B])  # of the same micro-batches
+    assert counter.seen == 2.0
+    for weight, written in ((1.0, A), (4.0, B)):  # of micro-batches of their own
+        counter.weight = weight
+        counter.after([written])
+    assert (counter.seen, counter.steps) == (7.0, 2)
+
+
+def test_a_step_that_is_over_when_the_next_begins_has_its_own_weight_alone():
+    counter = StepCounter([A, B])  # nobody writes B
+    for weight, seen in ((1.0, None), (2.0, 1.0)):
+        counter.weight = weight
+        counter.before([A])
+        assert counter.seen == seen
+        counter.after([A])
+    assert counter.seen == 3.0
+
+
+def test_the_weight_of_a_step_that_is_skipped_does_not_count():
+    counter = StepCounter([A])
+    for weight in (1.0, 2.0):
+        counter.weight = weight
+        counter.skip([A])
+    counter.weight = 4.0
+    counter.after([A])
+    assert counter.seen == 4.0
+
+
 # On a model ------------------------------------------------------------------------------------
 
 

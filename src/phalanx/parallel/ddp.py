@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from math import isfinite
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from phalanx.parallel.guards import (
     check_same_model,
     explain,
 )
-from phalanx.parallel.joined_step import AveragingWrapper, InStep, Scaled
+from phalanx.parallel.joined_step import AveragingWrapper, InStep, Scaled, checked_weight
 from phalanx.parallel.reducer import Reducer
 from phalanx.parallel.uneven import Join, JoinPhase
 from phalanx.parallel.wrapper import claim
@@ -222,9 +221,7 @@ class DDP(AveragingWrapper):
         each micro-batch becomes a joined one. Blocks for one message of 16 bytes. Raises
         ValueError unless `samples` is finite and not negative.
         """
-        count = float(samples)
-        if not (isfinite(count) and count >= 0):
-            raise ValueError(f"samples must be a number of at least 0, not {samples!r}")
+        count = checked_weight(samples, "weighted(loss, samples)")
         if isinstance(self._reducer.join, InStep):
             self._refuse("weighted() inside step(), whose losses are sums: step.backward(sum)")
         join = self._reducer.join or Join("DDP", self.backend)

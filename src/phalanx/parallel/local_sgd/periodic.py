@@ -337,7 +337,7 @@ class PeriodicSync(Wrapper):
         Gradients are of (sum of losses) / weight, as `step.loss` is: zeros with weight 0. Nothing
         is sent. In the next sync this rank counts by the sum of its weights since the last one, in
         the means of parameters, outer gradients and floating buffers: a message of 16 bytes more.
-        A step that a gradient scaler skips does not count.
+        A step that a gradient scaler skips does not count, nor one without this in between.
 
         Raises ValueError for a bad weight, and, in the sync, on every rank, if all have seen 0;
         `DesyncError` there if only some ranks use it; `MisuseError` for an optimizer's step in it,
@@ -354,8 +354,9 @@ class PeriodicSync(Wrapper):
             finally:
                 self._open = None
         self._counter.weight = step.weight
-        for p in self._trained.values() if not step.weight else ():
-            p.grad = torch.zeros_like(p if p.grad is None else p.grad)  # also of a loss of NaN
+        for p in self._trained.values():
+            if p.requires_grad and not step.weight:  # whose gradient may be NaN, or there is none
+                p.grad = torch.zeros_like(p if p.grad is None else p.grad)
 
     @contextmanager
     def join(self, *, throw_on_early_termination: bool = False) -> Iterator[None]:
@@ -365,7 +366,7 @@ class PeriodicSync(Wrapper):
         what it has seen since the last one, then with weight 0 (without `step()`, ranks that took a
         step since count alike). The block begins and ends with a sync, if ranks differ; each costs
         a message of 16 bytes more. Each rank's optimizer is its own: there is no `step=` as in
-        `DDP.join`, and the rest is as there. `steps` become those of the rank with most.
+        `DDP.join`. Early termination shows at a sync. `steps` become those of the rank with most.
         """
         who, throws = type(self).__name__, throw_on_early_termination
         layers = nn.Identity() if throws else self.module
