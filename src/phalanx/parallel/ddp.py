@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from math import isfinite
@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from phalanx.compression import Compressor
 from phalanx.core.backend import Backend
-from phalanx.errors import DistributedError
+from phalanx.errors import DistributedError, UnsupportedOperationError
 from phalanx.parallel.averaging import MESSAGE, GradientAveraging, broadcast_all_
 from phalanx.parallel.guards import (
     BEGINNING,
@@ -70,6 +71,8 @@ class DDP(Wrapper):
                    first one that differs and the ranks in the minority. 0: never. Costs reading
                    the parameters once, and a message of 8 bytes
     compression             send less: `ErrorFeedback(TopK(0.01))`, `PowerSGD(4)`, ...; see below
+    reproducible            add up gradients in rank order, whatever the backend and the sizes: the
+                   same bits as with any other. Not with compression
 
     # Notes
     Gradients live in the buckets' memory, which the next backward pass writes again: clone those
@@ -98,7 +101,8 @@ class DDP(Wrapper):
     """
 
     averages = True
-    made_anew = frozenset({"_averaging", "_finite", "_reducer"})
+    shards_optimizers = True
+    made_anew = frozenset({"_averaging", "_finite", "_reducer", "owners"})
 
     def __init__(
         self,
@@ -111,6 +115,7 @@ class DDP(Wrapper):
         skip_nonfinite: bool = False,
         check_replicas_every: int = 0,
         compression: Compressor | None = None,
+        reproducible: bool = False,
     ) -> None:
         super().__init__(module, backend)
         if bucket_size < 1:
@@ -120,6 +125,8 @@ class DDP(Wrapper):
                 f"check_replicas_every must be a number of backward passes, or 0 for never, not "
                 f"{check_replicas_every}"
             )
+        if reproducible and compression is not None:
+            raise ValueError("reproducible=True has no meaning for gradients that are compressed")
         self._check_compression(compression)
         self.broadcast_buffers = broadcast_buffers
         self._options = {
@@ -128,6 +135,7 @@ class DDP(Wrapper):
             "find_unused_parameters": find_unused_parameters,
             "skip_nonfinite": skip_nonfinite,
             "check_replicas_every": check_replicas_every,
+            "reproducible": reproducible,
         }
         tables = [m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
         self._sparse: set[Tensor] = {table.weight for table in tables if table.sparse}
@@ -146,7 +154,8 @@ class DDP(Wrapper):
         names: dict[Tensor, str] = {p: name for name, p in named.items()}
         for parameter in named.values() if self.compression is not None else ():
             claim(parameter, self)
-        self._averaging = GradientAveraging(backend, self.compression, names)
+        exact = bool(options["reproducible"])
+        self._averaging = GradientAveraging(backend, self.compression, names, reproducible=exact)
         self._finite = FiniteCheck(names, backend) if options["skip_nonfinite"] else None
         every = options["check_replicas_every"]
         self._reducer = Reducer(
@@ -200,6 +209,25 @@ class DDP(Wrapper):
         except DistributedError as error:
             explain(error, UNANSWERED if self._reducer.unanswered else BEGINNING)
             raise
+
+    # Of a ShardedOptimizer ------------------------------------------------------------------
+
+    def deal(self, ranks: Mapping[nn.Parameter, int], key: object) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter in ranks and parameter in self._sparse:
+                problem = f"a ShardedOptimizer takes no sparse gradients, as {name} has"
+                self._refuse(problem, UnsupportedOperationError)
+        super().deal(ranks, key)
+        if self.backend.world_size > 1:
+            self._reducer.give_to({p: rank for p, (rank, _) in self.owners.items()})
+
+    def other_parts(self) -> tuple[Backend | None, Iterable[nn.Parameter]]:
+        """Return the ranks, if each has the gradients of parameters that it owns, and these."""
+        return (self.backend, self.owners) if self.owners else super().other_parts()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        super().before_step(optimizer)
+        self._reducer.check_averaged()
 
     # For the user ---------------------------------------------------------------------------
 
@@ -283,6 +311,8 @@ class DDP(Wrapper):
         reducer = self._reducer
         layers = nn.Identity() if throw_on_early_termination else self.module
         check_joinable(layers, self.backend, reducer.join)
+        if self.owners and step is None:
+            self._refuse("join() needs a step that calls the ShardedOptimizer's, on every rank")
         reducer.join = join = Join(
             self.backend,
             divide_by_initial_world_size=divide_by_initial_world_size,
