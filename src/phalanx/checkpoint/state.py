@@ -198,7 +198,7 @@ def kept_by(
         if shard.tensor in optimizer.owned:
             shape = shard.slice.shape
             whole = ParameterShard(shard.tensor.new_empty(()).expand(shape), Slice.whole(shape))
-            kept[name] = shard if shard.slice.is_whole else whole
+            kept[name] = shard if shard.tensor.shape == shape else whole
     return type(optimizer.inner).__name__, kept
 
 
