@@ -63,6 +63,7 @@ def trained(factory: Make, *, sharded: bool, **how: Any) -> Body:
 # The numbers ----------------------------------------------------------------------------------
 
 
+@pytest.mark.checkered
 @every_factory
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 def test_twenty_steps_give_the_bits_of_plain_ddp(factory: Make, ranks: int) -> None:

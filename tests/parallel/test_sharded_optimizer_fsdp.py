@@ -48,6 +48,7 @@ def trained_ddp(factory: Make, **how: Any) -> Any:
     return body
 
 
+@pytest.mark.checkered
 @every_factory
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -59,6 +60,7 @@ def test_twenty_steps_give_the_bits_of_ddp(
     assert_same_bits([*found, expected[0]])
 
 
+@pytest.mark.checkered
 @every_factory
 @pytest.mark.parametrize("strategy", [HYBRID, ShardingStrategy.hybrid(1)], ids=str)
 def test_each_shard_group_of_a_hybrid_steps_alike(
