@@ -48,7 +48,7 @@ WITH_DDP = {
 }
 
 BUDGETS = {  # of each package: lines, files
-    ".": (918, 6),  # the package's own files
+    ".": (919, 6),  # the package's own files
     "aggregation": (1_800, 7),
     "checkpoint": (3_596, 14),
     "cli": (1_085, 7),

@@ -122,10 +122,7 @@ def copy_others_part(place: Tensor, values: Tensor, first: int, last: int) -> Te
 def batches(
     tensors: Iterable[Tensor], size: int, owners: Mapping[Any, int] = MappingProxyType({})
 ) -> Iterator[list[Tensor]]:
-    """Cut a list of tensors into runs of one kind and at most `size` bytes (or one tensor).
-
-    Those of a kind have one dtype, device, and rank in `owners`.
-    """
+    """Cut tensors into runs of one dtype, device and owner, and at most `size` bytes, or one."""
     by_kind: dict[tuple[torch.dtype, torch.device, int | None], list[Tensor]] = {}
     for tensor in tensors:
         kind = tensor.dtype, tensor.device, owners.get(tensor)
