@@ -29,7 +29,7 @@ LAYERS = [  # from the lowest to the highest; the parts of one layer never impor
     ["backends"],
     ["collectives", "compression"],
     ["parallel"],
-    ["parallel.ddp", "parallel.local_sgd", "fsdp", "tensor", "aggregation"],
+    ["parallel.ddp", "parallel.local_sgd", "fsdp", "tensor", "aggregation", "optim"],
     ["parallel.__init__", "pipeline"],
     ["checkpoint", "training"],
     ["launch"],
@@ -47,14 +47,14 @@ WITH_DDP = {
 }
 
 BUDGETS = {  # of each package: lines, files
-    ".": (918, 6),  # the package's own files
+    ".": (919, 6),  # the package's own files
     "aggregation": (1_817, 7),
-    "checkpoint": (3_575, 14),
+    "checkpoint": (3_596, 14),
     "cli": (1_085, 7),
-    "collectives": (5_190, 24),
+    "collectives": (5_195, 24),
     "compression": (1_770, 7),
     "core": (5_445, 21),
-    "fsdp": (2_720, 10),
+    "fsdp": (2_740, 10),
     "launch": (4_120, 21),
     "native": (2_305, 8),
     "ops": (730, 3),  # without its packages
@@ -62,7 +62,8 @@ BUDGETS = {  # of each package: lines, files
     "ops.clusters": (870, 5),
     "ops.interop": (925, 4),
     "ops.observe": (3_930, 19),
-    "parallel": (4_700, 22),
+    "optim": (410, 3),
+    "parallel": (4_900, 23),
     "pipeline": (1_950, 8),
     "tensor": (1_700, 9),
     "torch_backend": (1_860, 9),

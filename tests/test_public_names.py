@@ -16,7 +16,7 @@ import torch
 import phalanx
 from phalanx import Backend
 
-MOST = 126
+MOST = 127
 PACKAGES = [
     "aggregation",
     "backends",
@@ -25,6 +25,7 @@ PACKAGES = [
     "compression",
     "errors",
     "fsdp",
+    "optim",
     "parallel",
     "pipeline",
     "tensor",
@@ -36,7 +37,7 @@ IN_TRAINING_SCRIPTS = set(
     DDP FSDP ShardingStrategy MixedPrecision
     Pipeline PipelineParallelConfig split_into_stages balance_stages
     ColumnParallelLinear RowParallelLinear ParallelEmbedding parallelize shard_tensor gather_shards
-    DeviceMesh SyncBatchNorm GradScaler LocalSGD DiLoCo clip_grad_norm_
+    DeviceMesh SyncBatchNorm GradScaler LocalSGD DiLoCo clip_grad_norm_ ShardedOptimizer
     save_checkpoint load_checkpoint load_pretrained latest_checkpoint
     GradientAggregator LocalAggregator AllReduceAggregator CompressedAggregator ParameterServer
     distributed_train_step train_epoch Notice

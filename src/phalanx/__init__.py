@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from phalanx.launch.simulate import Simulation as Simulation
     from phalanx.launch.simulate import simulate as simulate
     from phalanx.launch.spawn import spawn as spawn
+    from phalanx.optim import ShardedOptimizer as ShardedOptimizer
     from phalanx.parallel import *
     from phalanx.pipeline import Pipeline as Pipeline
     from phalanx.pipeline import PipelineParallelConfig as PipelineParallelConfig
@@ -91,6 +92,7 @@ _WHERE = {
     "phalanx.launch.init": "init",
     "phalanx.launch.simulate": "Simulation simulate",
     "phalanx.launch.spawn": "spawn",
+    "phalanx.optim": "ShardedOptimizer",
     "phalanx.parallel": """
         DDP DeviceMesh DiLoCo GradScaler LocalSGD SyncBatchNorm clip_grad_norm_
         convert_sync_batchnorm

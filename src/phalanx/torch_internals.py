@@ -13,6 +13,7 @@
     UntypedStorage._swap_data_ptr_ (2.12)      memory that is used again      resize_, slower
     RNNBase._flat_weights                      an RNN sees full parameters    refuse RNNs
     GradScaler._per_optimizer_states           was a step skipped             a skip counts
+    Optimizer._step_supports_amp_scaling       refuse torch's scaler          ranks skip apart
     _C._dynamo.eval_frame (2.7)                functions are not compiled     _disable_dynamo
     torch._compile._disable_dynamo             ... before 2.7                 import: 2 s more
     _len_torch_dispatch_stack                  CommDebugMode counts calls     it counts none

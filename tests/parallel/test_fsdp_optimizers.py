@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -214,26 +213,48 @@ def test_the_state_of_all_ranks_together_is_as_large_as_the_model_s():
     assert max(found) - min(found) <= 3  # groups
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_an_optimizer_that_is_not_elementwise_is_warned_about_once(
-    strategy: ShardingStrategy, caplog: pytest.LogCaptureFixture
-):
-    def body(model: nn.Module, backend: Backend) -> None:
-        fsdp = FSDP(model, backend, strategy=strategy)
-        quiet = torch.optim.SGD(fsdp.parameters(), lr=0.1)
-        optimizer = torch.optim.Adafactor(fsdp.parameters(), lr=0.1)
-        for number in range(2):
-            mean_loss(fsdp, [backend.rank], number).backward()
-            quiet.step()
-            optimizer.step()
+class Lion(torch.optim.Optimizer):
+    """Elementwise, and not torch's."""
 
-    with caplog.at_level(logging.WARNING, logger="phalanx"):
-        on_ranks(COOPERATIVE, 2, lambda: nn.Linear(6, 4, bias=False), body)
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == (0 if strategy is NO_SHARD else 2)  # one of each rank
-    for rank, text in enumerate(sorted(said)):
-        assert text.startswith(f"rank {rank}: FSDP: Adafactor is not elementwise")
-        assert "NO_SHARD" in text
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad.sign(), alpha=self.param_groups[0]["lr"])
+
+
+class Scheduled(torch.optim.AdamW):
+    """An elementwise one of torch, by another name."""
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_an_optimizer_that_is_not_known_to_be_elementwise_is_refused_on_every_rank(
+    strategy: ShardingStrategy,
+):
+    """It names what takes such an optimizer, and what says that it is one."""
+
+    def body(model: nn.Module, backend: Backend) -> list[BaseException | None]:
+        fsdp = FSDP(model, backend, strategy=strategy)
+        before = [p.detach().clone() for p in fsdp.parameters()]
+        mean_loss(fsdp, [backend.rank], 0).backward()
+        refused = [
+            torch.optim.Adafactor(fsdp.parameters(), lr=0.1),
+            Lion(fsdp.parameters(), {"lr": 0.1}),
+        ]
+        errors = [outcome_of(optimizer.step) for optimizer in refused]
+        if strategy is not NO_SHARD:
+            assert all(map(torch.equal, fsdp.parameters(), before))
+        Scheduled(fsdp.parameters()).step()
+        fsdp.elementwise = True
+        refused[1].step()
+        return errors
+
+    for rank, errors in enumerate(on_ranks(COOPERATIVE, 2, mlp, body)):
+        for error, name in zip(errors, ["Adafactor", "Lion"], strict=True):
+            assert (error is None) == (strategy is NO_SHARD)
+            if error is not None:
+                assert str(error).startswith(f"rank {rank}: FSDP: {name} has flat shards")
+                assert f"phalanx.ShardedOptimizer({name}, model" in str(error)
+                assert "elementwise=True" in str(error)
 
 
 @pytest.mark.parametrize("where", [COMMON, MESSAGES], ids=["common", "messages"])
@@ -326,22 +347,3 @@ def test_gradients_are_parts_of_the_gradients_of_the_plain_model():
             torch.testing.assert_close(p.grad, part)
 
     on_ranks(COOPERATIVE, RANKS, mlp, body)
-
-
-@way
-def test_optimizers_that_divide_by_the_number_of_elements_leave_empty_shards_alone(
-    strategy: Any, where: Any
-):
-    def body(model: nn.Module, backend: Backend) -> None:
-        fsdp = FSDP(model, backend, strategy=strategy)
-        optimizer = torch.optim.Adafactor(fsdp.parameters(), lr=0.1)
-        before = [p.detach().clone() for p in fsdp.parameters()]
-        for number in range(2):
-            fsdp(noise(4, 1, seed=number)).pow(2).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        for p, old in zip(fsdp.parameters(), before, strict=True):
-            assert p.isfinite().all()
-            assert not p.numel() or not torch.equal(p, old)
-
-    on_ranks(where, RANKS, lambda: nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 2)), body)

@@ -265,10 +265,10 @@ def _into_optimizer(
     if saved is None:
         raise CheckpointMismatchError("it was saved without an optimizer: load it without one")
     groups = state.named_groups(optimizer, model.parameters)
-    if type(optimizer).__name__ != saved.kind:
+    kind, kept = state.kept_by(optimizer, model.parameters)
+    if kind != saved.kind:
         raise CheckpointMismatchError(
-            f"its optimizer is {saved.kind}, and the one here {type(optimizer).__name__}: load "
-            "it without the optimizer"
+            f"its optimizer is {saved.kind}, and the one here {kind}: load it without the optimizer"
         )
     group_of = {name: at for at, group in enumerate(saved.groups) for name in group.parameters}
     names = chain.from_iterable(groups)
@@ -285,17 +285,18 @@ def _into_optimizer(
         options.append(reader.request(_options_of(number, places, saved), dict))
         states.append({parameter: {} for parameter in group.values()})
         for name, parameter in group.items():
-            for key, record in saved.state.get(there[name], {}).items():
+            for key, record in saved.state.get(there[name], {}).items() if name in kept else ():
                 what, path = f"the optimizer's {key} of {name}", f"optimizer/{there[name]}/{key}"
-                requested = _request_state(what, path, record, model.parameters[name], reader)
+                requested = _request_state(what, path, record, kept[name], reader)
                 states[-1][parameter][key] = requested
     reader.request(saved.shared, dict)
     used = set(there.values())
     yield [f"the optimizer's {name}" for name in group_of if name not in used]
 
     optimizer.state.clear()
+    shapes = {model.parameters[name].tensor: shard.tensor for name, shard in kept.items()}
     for group, given, of_group in zip(optimizer.param_groups, options, states, strict=True):
-        _fill_group(optimizer, group, from_json(given, reader.copy), of_group, reader)
+        _fill_group(optimizer, group, from_json(given, reader.copy), of_group, shapes, reader)
     optimizer.state.update(from_json(saved.shared, reader.copy))
 
 
@@ -304,6 +305,7 @@ def _fill_group(
     group: dict[str, Any],
     options: Mapping[str, object],
     states: Mapping[Tensor, Mapping[str, StateToLoad]],
+    shapes: Mapping[Tensor, Tensor],
     reader: Reader,
 ) -> None:
     for key, value in options.items():
@@ -315,7 +317,7 @@ def _fill_group(
     for parameter, found in states.items():
         if found:
             optimizer.state[parameter] = {
-                key: _placed(value, parameter, reader, key == "step" and steps_on_cpu)
+                key: _placed(value, shapes[parameter], reader, key == "step" and steps_on_cpu)
                 for key, value in found.items()
             }
 

@@ -36,7 +36,7 @@ from phalanx.checkpoint.manifest import (
     to_json,
 )
 from phalanx.checkpoint.safetensors_format import METADATA
-from phalanx.checkpoint.state import ParameterShard, check_tensor, named_groups
+from phalanx.checkpoint.state import ParameterShard, check_tensor, kept_by, named_groups
 from phalanx.checkpoint.tensor_files import FileKind, PlannedFile, TensorShard, lay_out
 from phalanx.errors import CheckpointMismatchError, MisuseError, UnsupportedObjectError
 from phalanx.parallel.wrapper import Slice
@@ -119,17 +119,18 @@ def describe_optimizer(
 ) -> OptimizerRecord:
     """Return the optimizer's record; add its tensors to `local`. Raise as `named_groups` does."""
     named = named_groups(optimizer, parameters)
+    kind, held = kept_by(optimizer, parameters)
     kept = {
         name: optimizer.state[parameter]
         for names in named
         for name, parameter in names.items()
-        if parameter in optimizer.state
+        if parameter in optimizer.state and name in held
     }
     shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     groups = [
         (list(names), group) for names, group in zip(named, optimizer.param_groups, strict=True)
     ]
-    return optimizer_record(type(optimizer).__name__, groups, kept, shared, parameters, local)
+    return optimizer_record(kind, groups, kept, shared, held, local)
 
 
 def optimizer_record(

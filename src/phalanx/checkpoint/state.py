@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from phalanx.core.random_state import RandomState, current, restore, seeded
 from phalanx.errors import MisuseError, UnsupportedOperationError
+from phalanx.optim import ShardedOptimizer
 from phalanx.parallel.wrapper import Slice, Wrapper, walk
 from phalanx.wire.codec import decode, encode
 
@@ -181,6 +182,24 @@ def named_groups(
                 )
             groups[-1][names[id(parameter)]] = parameter
     return groups
+
+
+def kept_by(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, ParameterShard]
+) -> tuple[str, Mapping[str, ParameterShard]]:
+    """Return an optimizer's kind, and the parameters that it keeps state of, in their shape there.
+
+    Of a `ShardedOptimizer` that of the inner one, and what this rank owns: whole parameters.
+    """
+    if not isinstance(optimizer, ShardedOptimizer):
+        return type(optimizer).__name__, parameters
+    kept = {}
+    for name, shard in parameters.items():
+        if shard.tensor in optimizer.owned:
+            shape = shard.slice.shape
+            whole = ParameterShard(shard.tensor.new_empty(()).expand(shape), Slice.whole(shape))
+            kept[name] = shard if shard.tensor.shape == shape else whole
+    return type(optimizer.inner).__name__, kept
 
 
 # ------------------------------------------------------------------------------

@@ -215,13 +215,18 @@ async_reduce_scatter = asynchronous(reduce_scatter)
 
 @collective
 def all_reduce_pieces_(
-    pieces: Pieces, backend: Backend, op: ReduceOp = ReduceOp.SUM, *, label: str = ""
+    pieces: Pieces,
+    backend: Backend,
+    op: ReduceOp = ReduceOp.SUM,
+    *,
+    algorithm: str = "auto",
+    label: str = "",
 ) -> Request[Tensor]:
     """`all_reduce_` of a tensor whose own slice lies in pieces: these are not changed."""
     tensor = pieces.tensor
     check_tensor(tensor, backend, "all_reduce_")
     out, result = work_in_place(tensor)
-    options = ("auto", False, label, None)
+    options = (algorithm, False, label, None)
     request = TensorRequest(
         backend, "all_reduce", tensor.shape, tensor.dtype, out, out, result, options, op
     )

@@ -8,9 +8,8 @@ rank 1    | . . . a a a  . . b b  . . . c |
 
 from __future__ import annotations
 
-import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -36,12 +35,17 @@ from phalanx.torch_internals import disable_dynamo
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-log = logging.getLogger("phalanx")
-
-NOT_ELEMENTWISE = frozenset(
-    {"Adafactor", "LBFGS", "Muon", "LARS", "LAMB", "Lamb", "Shampoo", "SOAP", "KFAC"}
+ELEMENTWISE = frozenset(  # of torch: each element's step is its own
+    "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()  # noqa: SIM905
 )
-"""Optimizers whose step depends on a parameter's shape, or on all of its elements together."""
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Return whether it is one of these, or of a class made from one."""
+    return any(
+        kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim")
+        for kind in type(optimizer).__mro__
+    )
 
 
 class FSDP(AveragingWrapper):
@@ -70,11 +74,14 @@ class FSDP(AveragingWrapper):
     initialize   for a model on the meta device: called with each module that has parameters or
                  buffers of its own there, in the place of its `reset_parameters`
     compression  send less: `ErrorFeedback(TopK(0.01))`, `ErrorFeedback(PowerSGD(4))`, ...; below
+    elementwise  take steps of an optimizer that is not torch's: each element's depends on its own
+                 values and gradients alone
 
     # Notes
     `parameters()` yields one `Parameter` for each of the module's, under its name: a 1-D slice of
-    it, possibly empty (NO_SHARD: the whole), the same object for the whole run. So any torch
-    optimizer works; one that is not elementwise sees other shapes, which is warned about.
+    it, possibly empty (NO_SHARD: the whole), the same object for the whole run. So optimizers
+    work that are elementwise (SGD, Adam, AdamW). Others (Muon, Adafactor), which would see other
+    shapes, are a `MisuseError` at their step, on every rank: give them to `ShardedOptimizer`.
     Accumulation: `no_sync` keeps full gradients and moves nothing; without it each backward pass
     adds to the shards' `.grad`. Hooks on parameters run when that is done, on shards:
     `Tensor.register_hook`'s before a mean is added, those after accumulation after it.
@@ -116,6 +123,7 @@ class FSDP(AveragingWrapper):
     """
 
     in_rounds = True
+    shards_optimizers = True
 
     def __init__(
         self,
@@ -128,6 +136,7 @@ class FSDP(AveragingWrapper):
         prefetch: int = 1,
         initialize: Initialize | None = None,
         compression: Compressor | None = None,
+        elementwise: bool = False,
     ) -> None:
         super().__init__(module, backend)
         if prefetch < 0:
@@ -136,7 +145,8 @@ class FSDP(AveragingWrapper):
         self.strategy = strategy_of(strategy)
         self.compression = deepcopy(compression)
         self.mixed_precision = precision_of(mixed_precision)
-        self._warned = self._checked = self._unwrapped = False
+        self.elementwise = elementwise
+        self._checked = self._unwrapped = False
         for name, part in module.named_modules():
             if isinstance(part, torch.jit.ScriptModule):
                 self._refuse(
@@ -275,19 +285,13 @@ class FSDP(AveragingWrapper):
     def before_step(self, optimizer: Optimizer) -> None:
         """Take an optimizer's step as about to write some of the parameters."""
         super().before_step(optimizer)
-        kind = type(optimizer).__name__
-        if kind in NOT_ELEMENTWISE:
-            for parameter in self.parameters():
-                if not parameter.numel():  # these divide by the number of elements
-                    parameter.grad = None
-        if kind in NOT_ELEMENTWISE and not self._warned and self.strategy.name != "no_shard":
-            self._warned = True
-            log.warning(
-                "rank %d: FSDP: %s is not elementwise: on flat shards its steps are not those that "
-                "it takes with the plain module. Use an elementwise optimizer (SGD, Adam, AdamW), "
-                "or ShardingStrategy.NO_SHARD",
-                self.backend.rank,
-                kind,
+        has_whole = self.strategy.name == "no_shard" or hasattr(optimizer, "owner_key")
+        if not (has_whole or self.elementwise or is_elementwise(optimizer)):
+            kind = type(optimizer).__name__
+            self._refuse(
+                f"{kind} has flat shards here, and is not known to be elementwise, so it may take "
+                f"other steps than with whole ones: use phalanx.ShardedOptimizer({kind}, model, "
+                "...), or NO_SHARD, or say FSDP(..., elementwise=True) if it is"
             )
         self._runtime.write_epoch.begin("step")
 
@@ -307,6 +311,17 @@ class FSDP(AveragingWrapper):
             name: Slice(shape, *flat.layout.part(number, flat.plan.shard_index))
             for flat in self._runtime.flats
             for number, (name, shape) in enumerate(zip(flat.names, flat.layout.shapes, strict=True))
+        }
+
+    def all_slices(self) -> tuple[Backend, Mapping[nn.Parameter, Sequence[Slice]] | None]:
+        """Return the shard group, and its ranks' parts; with NO_SHARD all, and None."""
+        plan = self._runtime.plan
+        if self.strategy.name == "no_shard":
+            return plan.world, None
+        return plan.shards or plan.world.subgroup([plan.world.rank]), {
+            parameter: [Slice(shape, *flat.layout.part(at, i)) for i in range(plan.shards_per_copy)]
+            for flat in self._runtime.flats
+            for at, (parameter, shape) in enumerate(zip(flat.parameters, flat.layout.shapes))  # noqa: B905
         }
 
     # Writing parameters ---------------------------------------------------------------------
@@ -520,6 +535,7 @@ class FSDP(AveragingWrapper):
             prefetch=runtime.prefetch,
             initialize=lambda module: None,
             compression=self.compression,
+            elementwise=self.elementwise,
         )
         copy.training = self.training
         for buffer, own in zip(module.buffers(), buffers, strict=True):

@@ -28,6 +28,7 @@ from phalanx.collectives import PendingCollective, async_all_gather, broadcast_
 from phalanx.core.backend import Backend
 from phalanx.fsdp.strategy import MixedPrecision, ShardingStrategy
 from phalanx.fsdp.unsharded import UnshardedParameter, UnshardState
+from phalanx.parallel.averaging import least_sent
 from phalanx.torch_internals import SWAPS_MEMORY, swap_memory
 
 # Ranks and shards --------------------------------------------------------------------------------
@@ -83,10 +84,7 @@ class ShardingPlan(NamedTuple):
         in bytes and in memory; not so where several ranks are on each of several hosts, or a
         library has collectives of its own, which know better.
         """
-        shards = self.shards
-        if shards is None or shards.native is not None or shards.shares_memory:
-            return "auto"
-        return "direct" if len(set(shards.topology)) in (1, shards.world_size) else "auto"
+        return "auto" if self.shards is None else least_sent(self.shards, "direct")
 
 
 # Places of parameters ---------------------------------------------------------------------------

@@ -14,7 +14,8 @@ this one's contribution to its own slice, which stays in the memory that autogra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from phalanx.collectives import (
     async_all_gather,
     async_all_reduce_,
     async_all_to_all,
+    async_reduce_,
     broadcast_,
 )
 from phalanx.collectives.layout import chunk_ranges
@@ -60,10 +62,13 @@ class Bucket:
     """Flat memory for tensors of the sizes of some others, such as gradients; of one dtype.
 
     in_pieces   whether `put` leaves this rank's own slice, which nobody else reads, in place
+    owner       the rank that gets the mean alone; None: all ranks get it
     views       for each tensor its place in `flat`, in its shape
     pieces      of values not in `flat` yet: the first element of their place, and the values
     pending     the parameters whose gradients have not come in this pass
     """
+
+    owner: int | None = None
 
     def __init__(
         self, tensors: Sequence[Tensor], backend: Backend, *, in_pieces: bool = False
@@ -119,11 +124,14 @@ def copy_others_part(place: Tensor, values: Tensor, first: int, last: int) -> Te
     return values[first:last]
 
 
-def batches(tensors: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
-    """Cut a list of tensors into runs of one kind and at most `size` bytes (or one tensor)."""
-    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+def batches(
+    tensors: Iterable[Tensor], size: int, owners: Mapping[Any, int] = MappingProxyType({})
+) -> Iterator[list[Tensor]]:
+    """Cut tensors into runs of one dtype, device and owner, and at most `size` bytes, or one."""
+    by_kind: dict[tuple[torch.dtype, torch.device, int | None], list[Tensor]] = {}
     for tensor in tensors:
-        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        kind = tensor.dtype, tensor.device, owners.get(tensor)
+        by_kind.setdefault(kind, []).append(tensor)
     for same in by_kind.values():
         batch: list[Tensor] = []
         filled = 0
@@ -134,6 +142,15 @@ def batches(tensors: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
             batch.append(tensor)
             filled += tensor.nbytes
         yield batch
+
+
+def least_sent(backend: Backend, algorithm: str) -> str:
+    """Return this algorithm, which sends the least there is, or `auto` where others know better:
+    in shared memory, with several ranks on each of several hosts, in a library of its own.
+    """
+    if backend.native is not None or backend.shares_memory:
+        return "auto"
+    return algorithm if len(set(backend.topology)) in (1, backend.world_size) else "auto"
 
 
 @torch.no_grad()
@@ -272,6 +289,7 @@ class GradientAveraging(RequestExecutor):
                  None: an all-reduce
     names        by which the compressor knows the gradients of parameters
     feedback     takes the values that the compressor leaves out, unless that keeps them itself
+    reproducible without a compressor: add up in rank order, whatever the backend and the sizes
     """
 
     def __init__(
@@ -281,8 +299,10 @@ class GradientAveraging(RequestExecutor):
         names: Mapping[Tensor, str] | None = None,
         *,
         feedback: ResidualStore = NO_RESIDUALS,
+        reproducible: bool = False,
     ) -> None:
         super().__init__(backend, compressor)
+        self._algorithm = "direct" if reproducible else "auto"
         self._names = names or {}
         self._feedback = feedback
         self._member = Member(backend.rank, backend.world_size)
@@ -296,15 +316,29 @@ class GradientAveraging(RequestExecutor):
     def begin_bucket(self, bucket: Bucket, label: str) -> PendingAverage | None:
         """Begin to average with the buckets of that label on the other ranks."""
         flat = bucket.flat
+        if bucket.owner is not None:
+            return self._begin_reduce(flat, bucket.owner, label)
         if self.compressor is None:  # the way of most gradients: no other function in between
             self.bytes_sent += 2 * (self._member.parts - 1) * flat.nbytes // self._member.parts
             pieces = Pieces(flat, tuple(sorted(bucket.pieces.items())))
             bucket.pieces = {}
-            pending = async_all_reduce_pieces_(pieces, self._backend, ReduceOp.MEAN, label=label)
+            pending = async_all_reduce_pieces_(
+                pieces, self._backend, ReduceOp.MEAN, algorithm=self._algorithm, label=label
+            )
             return PendingAverage(None, pending, flat.shape, label)
         names = [self._names[parameter] for parameter in bucket.views]
         named = GradientBucket(flat, names, [parameter.shape for parameter in bucket.views])
         return self.begin(self.compressor.average_(named, self._member, self._feedback), label)
+
+    def _begin_reduce(self, flat: Tensor, owner: int, label: str) -> PendingAverage:
+        backend, algorithm = self._backend, self._algorithm
+        self.bytes_sent += flat.nbytes if backend.rank != owner else 0
+        if algorithm == "auto":
+            algorithm = least_sent(backend, "tree")
+        pending = async_reduce_(
+            flat, backend, owner, ReduceOp.MEAN, algorithm=algorithm, label=label
+        )
+        return PendingAverage(None, pending, flat.shape, label)
 
     def end_pass(self, averaged: Sequence[Bucket], *, skipped: bool) -> None:
         """End the pass, which has these averages; its step counts unless it is skipped.

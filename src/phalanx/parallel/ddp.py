@@ -11,15 +11,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from phalanx.compression import Compressor
 from phalanx.core.backend import Backend
-from phalanx.errors import DistributedError
+from phalanx.errors import DistributedError, UnsupportedOperationError
 from phalanx.parallel.averaging import MESSAGE, GradientAveraging, broadcast_all_
 from phalanx.parallel.guards import (
     BEGINNING,
@@ -68,6 +70,8 @@ class DDP(AveragingWrapper):
                    first one that differs and the ranks in the minority. 0: never. Costs reading
                    the parameters once, and a message of 8 bytes
     compression             send less: `ErrorFeedback(TopK(0.01))`, `PowerSGD(4)`, ...; see below
+    reproducible            add up gradients in rank order, whatever the backend and the sizes: the
+                   same bits as with any other. Not with compression
 
     # Notes
     Gradients live in the buckets' memory, which the next backward pass writes again: clone those
@@ -95,7 +99,8 @@ class DDP(AveragingWrapper):
     with `strict=False`; `.module.state_dict()` is without them.
     """
 
-    made_anew = frozenset({"_averaging", "_finite", "_reducer"})
+    shards_optimizers = True
+    made_anew = frozenset({"_averaging", "_finite", "_reducer", "owners"})
 
     def __init__(
         self,
@@ -108,6 +113,7 @@ class DDP(AveragingWrapper):
         skip_nonfinite: bool = False,
         check_replicas_every: int = 0,
         compression: Compressor | None = None,
+        reproducible: bool = False,
     ) -> None:
         super().__init__(module, backend)
         if bucket_size < 1:
@@ -117,6 +123,8 @@ class DDP(AveragingWrapper):
                 f"check_replicas_every must be a number of backward passes, or 0 for never, not "
                 f"{check_replicas_every}"
             )
+        if reproducible and compression is not None:
+            raise ValueError("reproducible=True has no meaning for gradients that are compressed")
         self._check_compression(compression)
         self.broadcast_buffers = broadcast_buffers
         self._options = {
@@ -125,6 +133,7 @@ class DDP(AveragingWrapper):
             "find_unused_parameters": find_unused_parameters,
             "skip_nonfinite": skip_nonfinite,
             "check_replicas_every": check_replicas_every,
+            "reproducible": reproducible,
         }
         tables = [m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
         self._sparse: set[Tensor] = {table.weight for table in tables if table.sparse}
@@ -143,7 +152,8 @@ class DDP(AveragingWrapper):
         names: dict[Tensor, str] = {p: name for name, p in named.items()}
         for parameter in named.values() if self.compression is not None else ():
             claim(parameter, self)
-        self._averaging = GradientAveraging(backend, self.compression, names)
+        exact = bool(options["reproducible"])
+        self._averaging = GradientAveraging(backend, self.compression, names, reproducible=exact)
         self._finite = FiniteCheck(names, backend) if options["skip_nonfinite"] else None
         every = options["check_replicas_every"]
         self._reducer = Reducer(
@@ -197,6 +207,25 @@ class DDP(AveragingWrapper):
         except DistributedError as error:
             explain(error, UNANSWERED if self._reducer.unanswered else BEGINNING)
             raise
+
+    # Of a ShardedOptimizer ------------------------------------------------------------------
+
+    def deal(self, ranks: Mapping[nn.Parameter, int], key: object) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter in ranks and parameter in self._sparse:
+                problem = f"a ShardedOptimizer takes no sparse gradients, as {name} has"
+                self._refuse(problem, UnsupportedOperationError)
+        super().deal(ranks, key)
+        if self.backend.world_size > 1:
+            self._reducer.give_to({p: rank for p, (rank, _) in self.owners.items()})
+
+    def other_parts(self) -> tuple[Backend | None, Iterable[nn.Parameter]]:
+        """Return the ranks, if each has the gradients of parameters that it owns, and these."""
+        return (self.backend, self.owners) if self.owners else super().other_parts()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        super().before_step(optimizer)
+        self._reducer.check_averaged()
 
     # For the user ---------------------------------------------------------------------------
 

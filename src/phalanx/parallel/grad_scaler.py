@@ -57,6 +57,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Take the optimizer's step on all ranks, or skip it on all; tell wrappers of a skip."""
+        if hasattr(type(optimizer), "skips_together"):
+            optimizer.skips_together = True  # type: ignore[attr-defined]
         result = super().step(optimizer, *args, **kwargs)
         if skipped_step(self, optimizer):
             tell(lambda owner, skipped: owner.after_skip(skipped), optimizer)

@@ -157,11 +157,16 @@ class FiniteCheck:
         self._first = self._none
 
     def agree(self, averaged: Sequence[Bucket]) -> bool:
-        """Return whether all ranks skip this step. One message of 8 bytes."""
+        """Return whether all ranks skip this step. One message of 8 bytes; another one if means are
+        not on all ranks.
+        """
         mine, self._first = self._first, self._none
         bad = first_on_ranks(mine, self._names, self._backend)
         if not bad:  # and then the average may still be too large for its dtype, on all ranks alike
             first = min(map(self._first_in, averaged), default=self._none)
+            if any(bucket.owner is not None for bucket in averaged):
+                found = first_on_ranks(first, self._names, self._backend).values()
+                first = min((self._names.index(name) for name in found), default=self._none)
             bad = {-1: self._names[first]} if first < self._none else {}
         number, self._passes = self._passes, self._passes + 1
         if not bad:

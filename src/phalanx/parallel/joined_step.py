@@ -151,7 +151,7 @@ class AveragingWrapper(Wrapper):
         passes, who = self.passes, type(self).__name__
         layers = nn.Identity() if throw_on_early_termination else self.module
         check_joinable(layers, who, self.backend, passes.join)
-        if self.in_rounds and step is None and not throw_on_early_termination:
+        if (self.in_rounds or self.owners) and step is None and not throw_on_early_termination:
             self._refuse("join() needs step: a rank that waits steps its own part of parameters")
         passes.join = join = (LeadingJoin if self.in_rounds else Join)(
             who,

@@ -13,7 +13,7 @@ gradients arrived on rank 0.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import Any, NoReturn
 
 import torch
@@ -36,6 +36,7 @@ from phalanx.parallel.averaging import (
 )
 from phalanx.parallel.guards import AVERAGING, UNANSWERED, DriftCheck, FiniteCheck, explain, refuse
 from phalanx.parallel.joined_step import InStep
+from phalanx.parallel.owners import OwnedGradients
 from phalanx.parallel.uneven import Join, JoinPhase, check_no_step
 from phalanx.parallel.wrapper import WrapperHook
 from phalanx.torch_internals import (
@@ -82,6 +83,7 @@ class Reducer:
         self._averaging = averaging
         self._finite = finite
         self._drift = drift
+        self._owned = OwnedGradients({}, backend.rank)
         self._names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
         self._without_hook = set(self._names)
         self._unsynchronized: set[Tensor] = set()  # have gradients that were never averaged
@@ -129,16 +131,29 @@ class Reducer:
         self._rows = [p for p in self._trained if p in self._sparse]
         in_buckets = set(self._trained).difference(self._rows)
         in_pieces = self._finite is None and self._averaging.in_pieces
-        self._buckets = [
-            Bucket(batch, self._backend, in_pieces=in_pieces)
-            for batch in batches((p for p in self._order if p in in_buckets), self._bucket_size)
-        ]
+        owners = self._owned.rank_of if self._averaging.compressor is None else {}
+        place = {p: at for at, p in enumerate(self._order)}
+        runs = batches((p for p in place if p in in_buckets), self._bucket_size, owners)
+        self._buckets = []
+        for run in sorted(runs, key=lambda run: place[run[-1]]) if owners else runs:
+            owner = owners.get(run[0])
+            self._buckets.append(Bucket(run, self._backend, in_pieces=in_pieces and owner is None))
+            self._buckets[-1].owner = owner
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.views}
 
     @property
     def owes(self) -> bool:
         """True if there are gradients that were never averaged."""
         return any(p.grad is not None for p in self._unsynchronized)
+
+    def give_to(self, owners: Mapping[nn.Parameter, int]) -> None:
+        """Average the gradients of parameters for these ranks alone from now on, between passes."""
+        self.begin_forward()
+        self._owned = OwnedGradients(owners, self._backend.rank)
+        for parameter, owner in owners.items():
+            if owner != self._backend.rank and parameter not in self._unsynchronized:
+                parameter.grad = None
+        self._make_buckets()
 
     # Forward passes -------------------------------------------------------------------------
 
@@ -190,6 +205,8 @@ class Reducer:
     def _output_gradients_ready(self, grads: tuple[Tensor | None, ...]) -> Any:
         # A pass for chosen tensors (autograd.grad, inputs=) averages if a parameter is among them:
         # its hook begins. There is no reentrant checkpointing in it, for which that is too late.
+        if not self._callback_queued:
+            self._owned.begin_pass(self._unsynchronized)
         if self.synchronize and not self._callback_queued and accumulates_everywhere():
             self._begin_pass(JoinPhase.BACKWARD)
         if not self.zero_weight:
@@ -254,7 +271,14 @@ class Reducer:
                 "those of nn.Embedding and EmbeddingBag(sparse=True) are averaged (sparse=False)",
                 UnsupportedOperationError,
             )
+        if not self._owned.knows_mean_in(parameter):
+            self._refuse(
+                f"a backward pass not through the model's outputs adds to the mean of "
+                f"{self._names[parameter]}, which its owner alone has: call zero_grad() before it"
+            )
         bucket.put(parameter)
+        divisor = self.join.divisor if self.join is not None else self._backend.world_size
+        self._owned.add_earlier_(parameter, bucket.views[parameter], divisor)
         bucket.pending.discard(parameter)
         while (number := len(self._started)) < len(self._buckets):
             bucket = self._buckets[number]
@@ -285,8 +309,9 @@ class Reducer:
         drop   this rank's earlier gradients; else they are averaged as on the other ranks
         """
         self._follow_freezing()
+        self._owned.begin_pass(self._unsynchronized)
         for parameter in self._trained if drop else ():
-            parameter.grad = None
+            parameter.grad = self._owned.earlier.get(parameter)
         for parameter in self._bucket_of:
             self._put(parameter)
         self._average(set(self._trained), phase)
@@ -332,6 +357,7 @@ class Reducer:
         if skipped:
             for parameter in self._trained:
                 parameter.grad = None
+        self._owned.end_pass(self._buckets)
         if self._drift is not None:
             self._drift.pass_is_over(join.active if join is not None else list(range(world)))
         if phase is JoinPhase.BACKWARD and self._arrivals is not None:
@@ -386,6 +412,15 @@ class Reducer:
             self._make_buckets()
 
     # Errors ---------------------------------------------------------------------------------
+
+    def check_averaged(self) -> None:
+        """Refuse a step on gradients of which owners have their own alone."""
+        late = [p for p in self._unsynchronized if p in self._owned.rank_of and p.grad is not None]
+        if late:
+            self._refuse(
+                f"a step on {self._names[late[0]]}, whose owner has its own gradients only, of "
+                "no_sync(): call sync_gradients() before"
+            )
 
     def check_step(self, parameter: Tensor) -> None:
         """Refuse an optimizer's step on a parameter inside a pass that has not averaged it."""

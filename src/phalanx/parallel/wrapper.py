@@ -7,11 +7,12 @@ they write the parameters that it has claimed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import partial
 from math import prod
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 from torch import Tensor, nn
@@ -49,6 +50,8 @@ class Wrapper(nn.Module):
     spreads    whether each rank of `backend` has other modules of the model (as a pipeline's stages
                are), which may themselves be wrapped
     optimizers_apart   whether each rank's optimizer has another state for the same parameters
+    shards_optimizers   whether it may have a `ShardedOptimizer`
+    owners     the rank and the `owner_key` of optimizers that step on a parameter, if it has one
     made_anew   attributes that belong to this wrapper's parameters, and that `attach` makes
 
     `copy.deepcopy` makes a wrapper of a copy of the module, on the same backend, with the same
@@ -58,6 +61,8 @@ class Wrapper(nn.Module):
     averages: ClassVar[bool] = False
     spreads: ClassVar[bool] = False
     optimizers_apart: ClassVar[bool] = False
+    shards_optimizers: ClassVar[bool] = False
+    owners: Mapping[nn.Parameter, tuple[int, object]] = MappingProxyType({})
     made_anew: ClassVar[frozenset[str]] = frozenset()
     compression: Compressor | None = None
     _sharding = UNSHARDED  # of the gradients that the compressor averages
@@ -164,6 +169,21 @@ class Wrapper(nn.Module):
         """Return the ranks, if any, with other parts of these parameters, or others instead."""
         return (self.backend if self.spreads else None), self.parameters()
 
+    def all_slices(self) -> tuple[Backend, Mapping[nn.Parameter, Sequence[Slice]] | None]:
+        """Return the ranks that have the parameters together, and of each parameter every rank's
+        part; None if all have the whole.
+        """
+        return self.backend, None
+
+    def deal(self, ranks: Mapping[nn.Parameter, int], key: object) -> None:
+        """Let these ranks own parameters, and optimizers of this key step on them, from now on.
+        Between passes; every rank calls it.
+        """
+        self.owners = {**self.owners, **{p: (rank, key) for p, rank in ranks.items()}}
+        for parameter in ranks:
+            if owner_of(parameter) is None:
+                claim(parameter, self)
+
     def writing(self) -> AbstractContextManager[None]:
         """Write parameters in place in here, on all ranks. The context waits for their readers
         first, and shows the others the new values at its end. Here nothing has to be done.
@@ -172,6 +192,12 @@ class Wrapper(nn.Module):
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Take an optimizer's step as about to write parameters that this wrapper has claimed."""
+        key = getattr(optimizer, "owner_key", None)
+        parameters = {p for group in optimizer.param_groups for p in group["params"]}
+        for name, parameter in self.named_parameters() if self.owners else ():
+            if parameter in parameters and self.owners.get(parameter, (0, key))[1] is not key:
+                problem = f"{type(optimizer).__name__} steps on {name}, which belongs to another "
+                self._refuse(problem + "optimizer, a ShardedOptimizer: each parameter has one")
         self._count_passes()
 
     def after_step(self, optimizer: Optimizer) -> None:
