@@ -9,6 +9,7 @@ import pytest
 import torch
 from ddp_models import Branches, TiedTransformer, noise, seeded, sentences
 from ddp_runs import Gradients, Watched, gradients
+from forms import sizes
 from fsdp_runs import (
     COMMON,
     MESSAGES,
@@ -148,6 +149,7 @@ class Fragile(nn.Module):
         return self.last(x / x.norm(dim=1, keepdim=True))
 
 
+@pytest.mark.checkered
 @every_wrapping
 @pytest.mark.parametrize("bad", ["loss", "inside"])
 def test_a_rank_of_weight_0_adds_nothing_even_if_it_computes_nan(wrap: Wrapping, bad: str):
@@ -225,6 +227,7 @@ class Whole(nn.Module):
         return self.branches(x, *names)
 
 
+@pytest.mark.checkered
 @few
 @pytest.mark.parametrize("used", [("left", "right", "left"), ("left", "left", "left")], ids=str)
 def test_parameters_may_be_unused_in_some_micro_batches_or_in_all(wrap: Wrapping, used: Any):
@@ -297,6 +300,7 @@ class Twice(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.checkered
 @every_wrapping(among=[SHARDED, BY_MESSAGES])
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_units_may_be_called_in_another_order_and_twice(wrap: Wrapping, prefetch: int):
@@ -348,6 +352,7 @@ def test_hybrid_averages_between_shard_groups_and_counts_a_replica_once_in_the_n
     assert_equal_to_rounding(found, right)
 
 
+@pytest.mark.checkered
 @both
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activations_may_be_computed_again(wrap: Wrapping, reentrant: bool):
@@ -367,7 +372,7 @@ def test_activations_may_be_computed_again(wrap: Wrapping, reentrant: bool):
     assert_equal_to_rounding(found, gradients_alone(UNEVEN, make))
 
 
-@both
+@every_wrapping(among=sizes([WITH_DDP], [WITH_DDP, SHARDED]))
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at all of it
 def test_the_inner_module_may_be_compiled(wrap: Wrapping):
     torch._dynamo.reset()

@@ -64,6 +64,7 @@ BAD_WEIGHTS: list[tuple[Any, str]] = [
 ]
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("everywhere", [True, False], ids=["every rank", "one rank"])
 @pytest.mark.parametrize(("weight", "words"), BAD_WEIGHTS, ids=lambda value: str(value)[:12])
 def test_a_weight_that_is_none_is_refused_on_every_rank(weight: Any, words: str, everywhere: bool):
@@ -84,6 +85,7 @@ def test_a_weight_that_is_none_is_refused_on_every_rank(weight: Any, words: str,
     simulate(run, 2)
 
 
+@pytest.mark.checkered
 @both
 @pytest.mark.parametrize(
     ("weight", "count", "words"),
@@ -194,6 +196,7 @@ def told(errors: list[BaseException], words: str, kind: type[DistributedError] =
     assert all(isinstance(error, DistributedError) for error in errors), errors
 
 
+@pytest.mark.checkered
 @few
 @pytest.mark.parametrize("everywhere", [True, False], ids=["every rank", "one rank"])
 def test_a_step_in_a_step_is_refused(wrap: Wrapping, everywhere: bool):
@@ -207,6 +210,7 @@ def test_a_step_in_a_step_is_refused(wrap: Wrapping, everywhere: bool):
     told(errors_of(wrap, do), "step() inside step()")
 
 
+@pytest.mark.checkered
 @few
 @pytest.mark.parametrize("everywhere", [True, False], ids=["every rank", "one rank"])
 def test_a_backward_pass_by_another_way_is_refused(wrap: Wrapping, everywhere: bool):
@@ -218,6 +222,7 @@ def test_a_backward_pass_by_another_way_is_refused(wrap: Wrapping, everywhere: b
     told(errors_of(wrap, do), "and not by step.backward(loss)")
 
 
+@pytest.mark.checkered
 @few
 @pytest.mark.parametrize("done", [1, 3])
 @pytest.mark.parametrize("everywhere", [True, False], ids=["every rank", "one rank"])
@@ -254,6 +259,7 @@ def test_weighted_inside_is_refused():
     told(errors_of(WITH_DDP, do), "weighted() inside step()")
 
 
+@pytest.mark.checkered
 @both
 @pytest.mark.parametrize("bad", [3.0, torch.ones(2, requires_grad=True), torch.ones(())])
 def test_what_is_no_loss_is_refused(wrap: Wrapping, bad: Any):

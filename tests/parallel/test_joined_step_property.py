@@ -159,13 +159,13 @@ def assert_as_in_one_process(program: Program) -> None:
     assert_equal_to_rounding(ranks[0][1], parameters, 1e-10)
 
 
-@settings(max_examples=sizes(25, 2000))
+@settings(max_examples=sizes(10, 2000))
 @given(programs(1))
 def test_any_step_has_the_gradients_loss_and_norms_of_one_process(program: Program):
     assert_as_in_one_process(program)
 
 
-@settings(max_examples=sizes(4, 250))
+@settings(max_examples=sizes(2, 250))
 @given(programs(10))
 def test_ten_steps_of_any_kind_end_with_the_parameters_of_one_process(program: Program):
     assert_as_in_one_process(program)

@@ -55,6 +55,7 @@ def test_the_norm_is_that_of_one_process_and_clipped_by_it(wrap: Wrapping):
         assert norms == pytest.approx(right, rel=1e-12)
 
 
+@pytest.mark.checkered
 @both
 @pytest.mark.parametrize("kind", ["torch", "phalanx"])
 def test_a_scaler_finds_scaled_gradients_and_the_loss_has_its_scale(wrap: Wrapping, kind: str):
@@ -252,6 +253,7 @@ def test_a_checkpoint_after_it_has_the_trained_model(wrap: Wrapping, tmp_path: A
 # In join ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.checkered
 @few
 @pytest.mark.parametrize("zeroed", ["by step", "before the loop's step", "never"])
 def test_steps_in_join_are_those_of_the_ranks_that_have_a_batch(wrap: Wrapping, zeroed: str):
