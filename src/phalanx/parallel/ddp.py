@@ -227,7 +227,7 @@ class DDP(AveragingWrapper):
             raise ValueError(f"samples must be a number of at least 0, not {samples!r}")
         if isinstance(self._reducer.join, InStep):
             self._refuse("weighted() inside step(), whose losses are sums: step.backward(sum)")
-        join = self._reducer.join or Join("DDP", self.backend, divide_by_initial_world_size=True)
+        join = self._reducer.join or Join(self, self.backend, divide_by_initial_world_size=True)
         join.exchange(JoinPhase.WEIGHTING, count)
         factor = count * join.divisor / sum(join.samples) if count else 0.0
         return Scaled.apply(loss, factor, [self._reducer])  # type: ignore[no-any-return, no-untyped-call]
@@ -239,7 +239,8 @@ class DDP(AveragingWrapper):
     def answer(self, phase: JoinPhase, group: int = 0) -> None:
         """Take part, without a batch, in what other ranks do next."""
         if phase is JoinPhase.FORWARD:
-            self._broadcast_buffers()
+            if self.broadcast_buffers:
+                self._broadcast_buffers()
         elif phase is not JoinPhase.WEIGHTING:
             self._reducer.answer(phase, drop=not isinstance(self._reducer.join, InStep))
 

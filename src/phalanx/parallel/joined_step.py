@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from phalanx.collectives import all_reduce_, recv, send
 from phalanx.core.backend import Backend
-from phalanx.errors import DistributedError, MisuseError
+from phalanx.errors import MisuseError
 from phalanx.parallel.guards import refuse
 from phalanx.parallel.uneven import OPEN_STEPS, Join, JoinPhase, check_joinable
 from phalanx.parallel.wrapper import Wrapper
@@ -144,7 +144,7 @@ class AveragingWrapper(Wrapper):
         layers = nn.Identity() if throw_on_early_termination else self.module
         check_joinable(layers, who, self.backend, passes.join)
         passes.join = join = (LeadingJoin if self.in_rounds else Join)(
-            who,
+            self,
             self.backend,
             divide_by_initial_world_size=divide_by_initial_world_size,
             throw_on_early_termination=throw_on_early_termination,
@@ -187,13 +187,12 @@ class JoinedStep:
     weight    the sum of all ranks' weights
     """
 
-    def __init__(
-        self, wrapper: AveragingWrapper, weight: float | Tensor, micro_batches: int
-    ) -> None:
+    def __init__(self, wrapper: Wrapper, weight: float | Tensor, micro_batches: int) -> None:
         self.loss = nan
         self.weight = nan
         self._wrapper = wrapper
         self._all = [m for m in wrapper.modules() if isinstance(m, AveragingWrapper)]
+        self._in_rounds = any(each.in_rounds for each in self._all)
         self._backend = wrapper.backend
         self._given = weight, micro_batches
         self._losses: list[Tensor] = []
@@ -203,32 +202,26 @@ class JoinedStep:
     # The agreement --------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        outer, (given, count) = self._wrapper.passes.join, self._given
+        outer = self._all[0].passes.join if self._all else None
         if isinstance(outer, InStep):
             self._fail("step() inside step()")
-        problem, weight = None, nan
+        problem, weight, count = None, nan, 0
         try:
-            weight = self._checked(given, count)
-        except (TypeError, ValueError, DistributedError) as error:
+            weight, count = self._checked(*self._given)
+        except Exception as error:
             problem = error
-        agreed = outer or Join(
-            type(self._wrapper).__name__, self._backend, divide_by_initial_world_size=True
-        )
+        agreed = outer or Join(self._wrapper, self._backend, divide_by_initial_world_size=True)
         try:
-            agreed.exchange(JoinPhase.STEP, weight, 0 if problem else count)
+            agreed.exchange(JoinPhase.STEP, weight, count)
         finally:
             if problem is not None:
                 raise problem
         self.begin(agreed)
         return self
 
-    def _checked(self, weight: float | Tensor, count: int) -> float:
-        """Return the weight; raise for one that is none, and where a step cannot begin."""
-        if isinstance(weight, Tensor) and weight.requires_grad:
-            raise ValueError("step(): weight has a gradient: give its .item()")
-        number = float(weight)
-        if not (isfinite(number) and number >= 0):
-            raise ValueError(f"step(): weight must be a number of at least 0, not {weight!r}")
+    def _checked(self, weight: float | Tensor, count: int) -> tuple[float, int]:
+        """Return weight and count; raise for one that is none, and where a step cannot begin."""
+        number = checked_weight(weight, "step()")
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise ValueError(f"step(): micro_batches must be 0 or more, not {count!r}")
         if not count and number:
@@ -247,22 +240,15 @@ class JoinedStep:
                     self._backend.rank,
                     "step() of a model in which some wrappers average over other ranks",
                 )
-        return number
+        return number, count
 
     def begin(self, agreed: Join) -> None:
         """Begin, with what the ranks have agreed on; also on a rank that `join` has left."""
-        rank, counts = self._backend.rank, agreed.counts
-        bad = [r for r, samples in enumerate(agreed.samples) if not isfinite(samples)]
-        self.weight = sum(agreed.samples)
-        if bad or not self.weight:
-            problem = (
-                f"rank {bad[0]} cannot begin it; see its error" if bad else "all weights are 0"
-            )
-            raise ValueError(f"rank {rank}: step(): {problem}")
+        self.weight, counts = agreed.total(), agreed.counts
         self._weights, self._counts = agreed.samples, counts
         self._rounds = max(counts)
         self.leader = counts.index(self._rounds)
-        needed = self._rounds if self._wrapper.in_rounds else 1
+        needed = self._rounds if self._in_rounds else 1
         self._short = [r for r, count in enumerate(counts) if count < needed]
         self._before = [each.passes.join for each in self._all]
         for number, each in enumerate(self._all):
@@ -302,7 +288,7 @@ class JoinedStep:
     def _last(self) -> bool:
         """Whether the next micro-batch of this rank averages."""
         own = self._counts[self._backend.rank]
-        return self._done + 1 == (self._rounds if self._wrapper.in_rounds else own)
+        return self._done + 1 == (self._rounds if self._in_rounds else own)
 
     def _synchronize(self) -> None:
         for each in self._all:
@@ -404,6 +390,16 @@ class LeadingJoin(Join):
         if self._leads:
             others = set(range(self._backend.world_size)).difference(self.active)
             tell(sorted(others), self._backend, phase, 0, group)
+
+
+def checked_weight(weight: float | Tensor, call: str) -> float:
+    """Return a rank's weight as a number; raise ValueError for one that is none."""
+    if isinstance(weight, Tensor) and weight.requires_grad:
+        raise ValueError(f"{call}: weight has a gradient: give its .item()")
+    number = float(weight)
+    if not (isfinite(number) and number >= 0):
+        raise ValueError(f"{call}: weight must be a number of at least 0, not {weight!r}")
+    return number
 
 
 def tell(
