@@ -97,10 +97,12 @@ class PipelineStep:
     module    this rank's layers, by name
     inputs    the micro-batches, on the rank of the first stage; else empty
     targets   the same, on the rank of the last stage; else empty
-    weights   each micro-batch's share of the batch's samples
+    weights   each micro-batch's share of the batch's samples, or the scale of sums of losses
     train     whether there are backward passes
     splits    whether these are done in two parts
-    loss      the mean over the batch, on the last stage's rank, after its last forward pass
+    losses    weighted, of each micro-batch on the last stage's rank
+    loss      the mean over the batch, there, after its last forward pass; if it is given, no rank
+              is told of another
     busy      seconds in layers and loss, forward and backward
     span      seconds of the whole step
     most_alive   the most micro-batches whose activations were kept at a time
@@ -116,12 +118,12 @@ class PipelineStep:
     loss_function: Callable[[Tree, Tree], Tensor]
     train: bool
     splits: bool
+    losses: list[float] = field(default_factory=list)
     loss: Tensor | None = None
     busy: float = 0.0
     span: float = 0.0
     most_alive: int = 0
     doing: str = ""
-    _losses: list[float] = field(default_factory=list)
     _alive: dict[tuple[int, int], _Activations] = field(default_factory=dict)
     _later: dict[tuple[int, int], list[WeightPart]] = field(default_factory=dict)
 
@@ -199,16 +201,16 @@ class PipelineStep:
             what = what.removeprefix("torch.")
             raise MisuseError(
                 f"the loss function has to return one real number, the mean over the samples of a "
-                f"micro-batch, not {what}"
+                f"micro-batch (the sum, if there is a weight), not {what}"
             )
         if self.train and not loss.requires_grad:
             raise MisuseError(
                 "the loss depends on no parameter that is trained: is it computed without "
                 "gradients, or is every layer frozen? To compute it only, call evaluate"
             )
-        self._losses.append(self.weights[j] * loss.item())
-        if len(self._losses) == len(self.weights):
-            self.loss = torch.tensor(sum(self._losses), dtype=loss.dtype)
+        self.losses.append(self.weights[j] * loss.item())
+        if self.loss is None and len(self.losses) == len(self.weights):
+            self.loss = torch.tensor(sum(self.losses), dtype=loss.dtype)
             self.p2p.isend_loss(self.loss)
         return loss
 
