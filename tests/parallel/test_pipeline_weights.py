@@ -45,6 +45,7 @@ WRAPS: dict[str, Wrap] = {
     "DDP": DDP,
     "FSDP": FSDP,
     "SHARD_GRAD_OP": lambda layer, data: FSDP(layer, data, strategy=ShardingStrategy.SHARD_GRAD_OP),
+    "both": lambda layer, data: (DDP if layer.weight[0, 0] > 0 else FSDP)(layer, data),  # type: ignore[operator, index]
     "NO_SHARD": lambda layer, data: FSDP(layer, data, strategy=ShardingStrategy.NO_SHARD),
 }
 IGNORED = -100
@@ -141,8 +142,16 @@ def assert_parts(pipeline: Pipeline, whole: dict[str, Tensor], of: str = "grad")
 # The numbers of one process ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", WRAPS)
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        *(("DDP", schedule) for schedule in SCHEDULES),
+        *(("FSDP", schedule) for schedule in SCHEDULES),
+        ("both", "1f1b"),
+        ("SHARD_GRAD_OP", "zb_h1"),
+        ("NO_SHARD", "interleaved_1f1b"),
+    ],
+)
 def test_replicas_with_any_weights_train_as_one_process(name: str, schedule: str):
     """Gradients, losses, norms and parameters; with replicas that are empty in any step."""
     expected, state = plainly(STEPS)

@@ -43,10 +43,9 @@ from phalanx.pipeline.plan import (
     make_plan,
     named_layers,
 )
-from phalanx.pipeline.replicas import ReplicaStep
 from phalanx.pipeline.schedules import SCHEDULES, ActionKind, PipelineBubble
 from phalanx.pipeline.stage_p2p import Layouts, StageP2P, Tree, map_tensors
-from phalanx.pipeline.step import PipelineStep
+from phalanx.pipeline.step import PipelineStep, ReplicaStep
 
 LossFunction = Callable[[Any, Any], Tensor]
 Batch = tuple[Tree, Tree]

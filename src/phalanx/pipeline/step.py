@@ -12,6 +12,12 @@ unless a layer has kept it for its backward pass. The tensor of a RecvBoundary i
 layer may change it in place, as it might in the plain model.
 
 If a schedule has W, a backward pass is done in two parts (backward_split.py).
+
+Replicas, pipelines with the same layers, may each have a part of the step's batch (`ReplicaStep`):
+
+    pipeline 0    weight 30    losses x 3 / 42    gradients   \\
+    pipeline 1    weight 12    losses x 3 / 42    gradients    mean: those of the joined batch
+    pipeline 2    weight  0    no batch           zeros       /
 """
 
 from __future__ import annotations
@@ -25,8 +31,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from phalanx.core.backend import Backend
 from phalanx.errors import MisuseError
+from phalanx.parallel.ddp import DDP
+from phalanx.parallel.joined_step import JoinedStep, checked_weight
+from phalanx.parallel.uneven import Join, JoinPhase
+from phalanx.parallel.wrapper import Wrapper
 from phalanx.pipeline.backward_split import WeightPart, backward_input
+from phalanx.pipeline.handshake import Begun
 from phalanx.pipeline.plan import PipelinePlan
 from phalanx.pipeline.schedules import Action, ActionKind
 from phalanx.pipeline.stage_p2p import MessageLayout, StageMessage, StageP2P, Tree, unflatten
@@ -249,3 +261,52 @@ class PipelineStep:
 def _as_in_forward() -> torch.autocast:
     """Turn autocast off: gradients have forward's dtypes, also if train_step is under autocast."""
     return torch.autocast("cpu", enabled=False)
+
+
+class ReplicaStep(JoinedStep):
+    """One step of this rank of a pipeline, and of its replicas, the ranks with the same layers.
+
+    begin     agrees with the other ranks of the pipeline: `begun`
+    scaled    this rank's sum of scaled losses
+
+    FSDP averages in each micro-batch, and a rank without a batch follows the leader. DDP averages
+    once, after the last one.
+    """
+
+    begun: Begun
+    scaled = 0.0
+
+    def __init__(self, pipeline: Wrapper, replicas: Backend, begin: Callable[[], Begun]) -> None:
+        super().__init__(pipeline, 0.0, 0)
+        self._backend = replicas
+        self._begin = begin
+
+    def _checked(self, *_: Any) -> tuple[float, int]:
+        self.begun = self._begin()
+        weight = checked_weight(self.begun.weight, "train_step() with replicas=")
+        return weight, int(weight > 0)
+
+    def begin(self, agreed: Join) -> None:
+        """Begin, with what the replicas have agreed on."""
+        super().begin(agreed)
+        self.begun = self.begun._replace(scale=self._backend.world_size / self.weight)
+        self._in_backward = True  # in all of them
+        self._short = self._short if self._in_rounds else []  # else nobody has to be told
+        for each in self._all:
+            if isinstance(each, DDP):
+                each.answer(JoinPhase.FORWARD)  # the leader's buffers
+
+    def _synchronize(self) -> None:
+        for each in self._all:
+            each.passes.synchronize = each.in_rounds
+
+    def _finish(self) -> None:
+        self._done = self._counts[self._backend.rank]
+        self._losses = [torch.tensor(self.scaled / self.begun.scale, dtype=torch.float64)]
+        super()._finish()
+        self._short = []  # all replicas do the rest by themselves
+        for each in self._all:
+            if isinstance(each, DDP) and each.passes.accumulated:
+                each.sync_gradients()
+            elif isinstance(each, DDP):
+                each.answer(JoinPhase.CATCHING_UP)
