@@ -30,6 +30,7 @@ from phalanx import (
     GradScaler,
     LocalSGD,
     MisuseError,
+    PeerLostError,
     Pipeline,
     ShardingStrategy,
     SizeMismatchError,
@@ -573,3 +574,22 @@ def test_ranks_with_parts_of_the_same_layers_have_the_same_weight():
     errors = list(simulate(lambda backend: run(backend, True), 8))
     assert all(isinstance(error, DesyncError) for error in errors)
     assert "rank 1 has STEP next, of weight 7.0, in 1 micro-batches" in str(errors[0])
+
+
+@pytest.mark.parametrize("wrap", [DDP, FSDP])
+def test_an_error_in_one_replica_is_told_to_all_also_to_those_without_a_batch(wrap: Any):
+    def spoiled(outputs: Tensor, targets: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+    def run(backend: Backend) -> BaseException | None:
+        pipeline, mesh = replica_of(backend, wrap, 3)
+        inputs, targets = batch(mesh["data"].rank, 3, 0)
+        given = (inputs, targets) if mesh["data"].rank < 2 else (None, None)
+        weight = tokens(targets) if mesh["data"].rank < 2 else 0
+        loss = spoiled if mesh["data"].rank == 0 else sum_of_losses
+        return outcome_of(lambda: pipeline.train_step(*given, loss, weight=weight))
+
+    errors = list(simulate(run, 6))
+    assert isinstance(errors[1], ZeroDivisionError)
+    assert all(isinstance(error, PeerLostError) for n, error in enumerate(errors) if n != 1)
+    assert all("failed: ZeroDivisionError" in str(error) for error in errors[2:])
