@@ -32,6 +32,7 @@ from phalanx.errors import (
 from phalanx.parallel.compressor_state import with_versions
 from phalanx.parallel.gradient_parts import mark_part
 from phalanx.parallel.joined_step import checked_weight
+from phalanx.parallel.sync_batch_norm import SyncBatchNorm
 from phalanx.parallel.uneven import NothingCounts
 from phalanx.parallel.wrapper import Wrapper
 from phalanx.pipeline.handshake import NO_BATCH, Begun, check_same_plan, handshake, step_metadata
@@ -91,16 +92,12 @@ class Pipeline(Wrapper):
 
     # On a mesh
     `Pipeline(layers, mesh["stage"], config)`, a part of the batch for each rank of `mesh["data"]`,
-    and after a step the mean of their gradients,
-
-        gradients = [p.grad for p in pipeline.parameters() if p.grad is not None]
-        all_reduce_coalesced_(gradients, mesh["data"], ReduceOp.MEAN)
-
-    or layers in DDP or FSDP over `mesh["data"]`, which average in each backward pass: each rank
-    wraps all of its own that it trains; those of others may be wrapped or plain. For parts that are
-    not equal pass `replicas=mesh["data"]`, and a `weight` in each step. Layers may also be cut over
-    `mesh["tensor"]` by `parallelize`, on every rank alike. All ranks with the same part then save
-    and load a checkpoint together: `backend=mesh["data", "stage"]`.
+    and layers in DDP or FSDP over it, which average in each backward pass: each rank wraps all of
+    its own that it trains; those of others may be wrapped or plain. Or after a step
+    `all_reduce_coalesced_([p.grad for p in pipeline.parameters()], mesh["data"], ReduceOp.MEAN)`.
+    For parts that are not equal pass `replicas=mesh["data"]`, and in each step a `weight`. Layers
+    may also be cut over `mesh["tensor"]` by `parallelize`, on every rank alike. All ranks with the
+    same part then save and load a checkpoint together: `backend=mesh["data", "stage"]`.
     """
 
     spreads = True
@@ -290,6 +287,10 @@ class Pipeline(Wrapper):
                 given = checked_weight(weight, "train_step()")
             if train:
                 self._check_averaged(given)
+            if given == 0 and any(isinstance(m, SyncBatchNorm) for m in self.modules()):
+                raise MisuseError(
+                    "weight 0 with a SyncBatchNorm, which needs all replicas' batches"
+                )
             if given != 0:
                 needed = self.config.num_micro_batches if train else 1
                 counts = self._samples(*batch, loss, needed)
