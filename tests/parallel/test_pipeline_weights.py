@@ -132,8 +132,8 @@ def step(
     return pipeline.train_step(inputs, targets, sum_of_losses, weight=weight, **given)
 
 
-def assert_near(found: Tensor, expected: Tensor, what: object = "") -> None:
-    assert (found - expected).norm() <= 1e-12 * expected.norm(), what
+def assert_near(found: Tensor, expected: Tensor, name: str = "") -> None:
+    assert (found - expected).norm() <= 1e-12 * expected.norm(), name
 
 
 def assert_parts(pipeline: Pipeline, whole: dict[str, Tensor], of: str = "grad") -> None:
@@ -303,7 +303,7 @@ def test_averages_and_what_compressors_leave_over_are_the_gradients(wrap: Any):
             together[name] = together.get(name, torch.zeros(())) + value
     assert together.keys() == expected.keys()
     for name, value in expected.items():
-        assert (together[name] - value).norm() <= 1e-12 * value.norm(), name
+        assert_near(together[name], value, name)
 
 
 @pytest.mark.parametrize("name", ["DDP", "FSDP"])
@@ -491,18 +491,29 @@ def test_two_weights_of_one_batch_are_refused_with_both_places():
 
 
 def test_a_replica_of_which_a_rank_only_has_no_batch_is_refused():
-    def no_inputs(mesh: DeviceMesh, given: dict[str, Any]) -> None:
+    def spoil(mesh: DeviceMesh, given: dict[str, Any]) -> None:
         if mesh.backend.rank == 0:
             given["inputs"] = None
 
-    def too_few(mesh: DeviceMesh, given: dict[str, Any]) -> None:
-        if mesh["data"].rank == 0:
-            given.update(inputs=given["inputs"][:1], targets=given["targets"][:1])
+    errors = refusals(spoil)
+    assert all(isinstance(error, MisuseError) for error in errors[:2])
+    assert all("see its error" in str(error) for error in errors[2:])
 
-    for spoil, kind in ((no_inputs, MisuseError), (too_few, SizeMismatchError)):
-        errors = refusals(spoil)
-        assert all(isinstance(error, kind) for error in errors[:2])
-        assert all("see its error" in str(error) for error in errors[2:])
+
+def test_fewer_samples_than_micro_batches_are_as_many_micro_batches_but_with_fsdp():
+    expected = sums_of_gradients([(1, 3)])
+
+    def run(backend: Backend, wrap: Wrap) -> BaseException | None:
+        pipeline, mesh = replica_of(backend, wrap, 2)
+        error = outcome_of(lambda: step(pipeline, mesh, (1, 3), 0))
+        if error is None:
+            assert_parts(pipeline, expected)
+        return error
+
+    assert list(simulate(lambda backend: run(backend, DDP), 4)) == [None] * 4
+    errors = list(simulate(lambda backend: run(backend, FSDP), 4))
+    assert all(isinstance(error, SizeMismatchError) for error in errors[:2])
+    assert all("see its error" in str(error) for error in errors[2:])
 
 
 def test_a_weight_without_replicas_of_layers_that_average_is_refused():
@@ -576,21 +587,31 @@ def test_join_without_replicas_is_refused():
 def test_ranks_with_parts_of_the_same_layers_have_the_same_weight(cut: Sequence[str]):
     """Data x stage x tensor: each pipeline sees its own weights only. In all stages, or in one."""
 
+    plain, (inputs, targets) = model()[:7], batch(0, 4, 0)
+    loss = sum_of_losses(plain(inputs), targets) / tokens(targets)
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+
     def run(backend: Backend, spoils: bool) -> BaseException | None:
         mesh = DeviceMesh(backend, (2, 2, 2), ("data", "stage", "tensor"))
-        layers = parallelize(model()[:7], mesh["tensor"], dict(zip(cut, ["column", "row"] * 2)))  # noqa: B905
+        plan = dict(zip(cut, ["column", "row"] * 2, strict=False))
+        layers = parallelize(model()[:7], mesh["tensor"], plan)
         wrapped = [DDP(x, mesh["data"]) if list(x.parameters()) else x for x in layers.children()]
         pipeline = piped(mesh["stage"], wrapped, 2, replicas=mesh["data"])
-        weight = 7 if spoils and mesh["tensor"].rank == 1 and mesh["data"].rank == 0 else 6
-        inputs, targets = batch(0, 4, 0)
-        return outcome_of(
-            lambda: pipeline.train_step(inputs, targets, sum_of_losses, weight=weight)
-        )
+        odd = spoils and mesh["tensor"].rank == 1 and mesh["data"].rank == 0
+        weight = tokens(targets) + odd
+
+        def train() -> None:
+            found = pipeline.train_step(inputs, targets, sum_of_losses, weight=weight)
+            assert_near(found, loss)
+            assert_near(clip_grad_norm_(pipeline, 1.0), norm)
+
+        return outcome_of(train)
 
     assert list(simulate(lambda backend: run(backend, False), 8)) == [None] * 8
     errors = list(simulate(lambda backend: run(backend, True), 8))
     assert all(isinstance(error, DesyncError) for error in errors)
-    assert all("STEP next, of weight 7.0, in 1 micro-batches" in str(error) for error in errors)
+    assert all("STEP next, of weight" in str(error) for error in errors)
 
 
 @pytest.mark.parametrize("wrap", [DDP, FSDP])

@@ -40,20 +40,20 @@ class Begun(NamedTuple):
 
 
 def check_same_plan(
-    lines: Sequence[str], averages: bool, problem: Exception | None, backend: Backend
-) -> bool:
+    lines: Sequence[str], averages: int, problem: Exception | None, backend: Backend
+) -> int:
     """Raise on every rank if one has a problem, or unless all have the same lines.
 
-    averages   whether this rank's layers are in wrappers that average gradients
+    averages   of this rank's layers, as of `check_averaging`
 
-    Returns whether any rank's are. Costs messages of 16 and 8 bytes; the lines are exchanged only
+    Returns the largest of them. Costs messages of 16 and 8 bytes; the lines are exchanged only
     when they differ. The problem is raised on the rank that has it, an error of its kind on the
     others; different lines are a `DesyncError` that names the first.
     """
-    rows = _exchange([int(averages)], "Pipeline", "the making of a pipeline", problem, backend)
+    rows = _exchange([averages], "Pipeline", "the making of a pipeline", problem, backend)
     remedy = "Give every rank the same layers, stages and configuration"
     check_agreement(lines, backend, op="Pipeline", remedy=remedy)
-    return any(averages for (averages,) in rows)
+    return max(averages for (averages,) in rows)
 
 
 def handshake(

@@ -111,7 +111,7 @@ class Pipeline(Wrapper):
         stages: Sequence[PipelineStage] | None = None,
         replicas: Backend | None = None,
     ) -> None:
-        plan, own, averages, problem = PipelinePlan(), nn.Sequential(), False, None
+        plan, own, averages, problem = PipelinePlan(), nn.Sequential(), 0, None
         outside: dict[str, nn.Parameter] = {}
         try:
             if not isinstance(config, PipelineParallelConfig):
@@ -181,7 +181,8 @@ class Pipeline(Wrapper):
         weight    of what counts in the batch, such as its tokens without padding; given on one rank
                   or more. Gradients, and the loss, in double precision, are those of (sum of all
                   losses) / (sum of all weights), the same on all `replicas`. With 0 this one adds
-                  nothing: batch and loss may be None
+                  nothing: batch and loss may be None. A batch may have fewer samples than
+                  micro-batches, unless there is FSDP
         timeout   seconds that this rank waits for a message at most; by default the backend's
 
         Gradients are added to `.grad` of this rank's parameters: zero them, and step the optimizer,
@@ -292,7 +293,8 @@ class Pipeline(Wrapper):
                     "weight 0 with a SyncBatchNorm, which needs all replicas' batches"
                 )
             if given != 0:
-                needed = self.config.num_micro_batches if train else 1
+                few = not train or (self._averages < 2 and (self._weighted or not isnan(given)))
+                needed = 1 if few else self.config.num_micro_batches
                 counts = self._samples(*batch, loss, needed)
         except Exception as error:
             problem = error
