@@ -226,7 +226,7 @@ def test_without_any_weight_the_error_comes_on_every_rank():
 
     for error in simulate(run, 2):
         assert isinstance(error, ValueError)
-        assert "sum of all weights is 0" in str(error)
+        assert "all weights are 0" in str(error)
 
 
 def test_what_cannot_be_joined_is_refused():

@@ -253,7 +253,7 @@ class DDP(AveragingWrapper):
         count = checked_weight(samples, "weighted(loss, samples)")
         if isinstance(self._reducer.join, InStep):
             self._refuse("weighted() inside step(), whose losses are sums: step.backward(sum)")
-        join = self._reducer.join or Join("DDP", self.backend)
+        join = self._reducer.join or Join(self, self.backend)
         join.exchange(JoinPhase.WEIGHTING, count)
         factor = count * join.divisor / sum(join.samples) if count else 0.0
         return Scaled.apply(loss, factor, [self._reducer])  # type: ignore[no-any-return, no-untyped-call]
@@ -265,7 +265,8 @@ class DDP(AveragingWrapper):
     def answer(self, phase: JoinPhase, group: int = 0) -> None:
         """Take part, without a batch, in what other ranks do next."""
         if phase is JoinPhase.FORWARD:
-            self._broadcast_buffers()
+            if self.broadcast_buffers:
+                self._broadcast_buffers()
         elif phase is not JoinPhase.WEIGHTING:
             join = self._reducer.join
             over = join is not None and self.backend.rank not in join.active

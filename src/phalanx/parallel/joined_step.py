@@ -28,7 +28,7 @@ from phalanx.core.backend import Backend
 from phalanx.errors import MisuseError
 from phalanx.parallel.averaging import RowGradient
 from phalanx.parallel.guards import refuse
-from phalanx.parallel.uneven import OPEN_STEPS, Join, JoinPhase, check_joinable
+from phalanx.parallel.uneven import OPEN_STEPS, Join, JoinPhase, NothingCounts, check_joinable
 from phalanx.parallel.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class AveragingWrapper(Wrapper):
         if (self.in_rounds or self.owners) and step is None and not throw_on_early_termination:
             self._refuse("join() needs step: a rank that waits steps its own part of parameters")
         passes.join = join = (LeadingJoin if self.in_rounds else Join)(
-            who,
+            self,
             self.backend,
             divide_by_initial_world_size=divide_by_initial_world_size,
             throw_on_early_termination=throw_on_early_termination,
@@ -209,14 +209,14 @@ class MicroBatches:
         self._factor = 0.0  # of losses; 0 with weight 0
         self._passes: Sequence[Passes] = ()
 
-    def _checked(self, weight: float | Tensor, count: int) -> float:
-        """Return the weight; raise for one that is none, and where a step cannot begin."""
+    def _checked(self, weight: float | Tensor, count: int) -> tuple[float, int]:
+        """Return weight and count; raise for one that is none, and where a step cannot begin."""
         number = checked_weight(weight, "step()")
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise ValueError(f"step(): micro_batches must be 0 or more, not {count!r}")
         if not count and number:
             raise ValueError(f"step(): a weight of {number} needs a micro-batch, and there is none")
-        return number
+        return number, count
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Run the backward pass of one micro-batch; in a step of all ranks the last one averages.
@@ -236,8 +236,7 @@ class MicroBatches:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Be the step of a rank that trains by itself."""
-        weight, self._count = self._given
-        self.weight = self._checked(weight, self._count)
+        self.weight, self._count = self._checked(*self._given)
         self._factor = 1 / self.weight if self.weight else 0.0
         yield
         total = float(self._total())
@@ -262,39 +261,36 @@ class MicroBatches:
 class JoinedStep(MicroBatches):
     """A step that all ranks take together; see `step` of DDP and FSDP."""
 
-    _wrapper: AveragingWrapper
-
-    def __init__(
-        self, wrapper: AveragingWrapper, weight: float | Tensor, micro_batches: int
-    ) -> None:
+    def __init__(self, wrapper: Wrapper, weight: float | Tensor, micro_batches: int) -> None:
         super().__init__(wrapper, weight, micro_batches)
         self.keeps = False  # were there gradients of earlier steps
         self._all = [m for m in wrapper.modules() if isinstance(m, AveragingWrapper)]
+        self._in_rounds = any(each.in_rounds for each in self._all)
         self._hooks: list[Any] = []
         self._in_backward = False
 
     # The agreement --------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        outer, (given, count) = self._wrapper.passes.join, self._given
+        outer = self._all[0].passes.join if self._all else None
         if self._backend in OPEN_STEPS:
             self._fail("step() inside step()")
-        problem, weight = None, nan
+        problem, weight, count = None, nan, 0
         try:
-            weight = self._checked(given, count)
+            weight, count = self._checked(*self._given)
         except Exception as error:  # which the others, who wait, are told of
             problem = error
-        agreed = outer or Join(type(self._wrapper).__name__, self._backend)
+        agreed = outer or Join(self._wrapper, self._backend)
         try:
-            agreed.exchange(JoinPhase.STEP, weight, 0 if problem else count)
+            agreed.exchange(JoinPhase.STEP, weight, count)
         finally:
             if problem is not None:
                 raise problem
         self.begin(agreed)
         return self
 
-    def _checked(self, weight: float | Tensor, count: int) -> float:
-        number = super()._checked(weight, count)
+    def _checked(self, weight: float | Tensor, count: int) -> tuple[float, int]:
+        number, count = super()._checked(weight, count)
         for each in self._all:
             if not each.passes.synchronize or each.passes.owes:
                 refuse(
@@ -310,7 +306,7 @@ class JoinedStep(MicroBatches):
                     self._backend.rank,
                     "step() of a model in which some wrappers average over other ranks",
                 )
-        return number
+        return number, count
 
     def begin(self, agreed: Join) -> None:
         """Begin, with what the ranks have agreed on; also on a rank that `join` has left."""
@@ -322,7 +318,7 @@ class JoinedStep(MicroBatches):
         self._counts, self._count, self._active = counts, counts[rank], list(agreed.active)
         self._rounds = max(counts)
         self.leader = counts.index(self._rounds)
-        needed = self._rounds if self._wrapper.in_rounds else 1
+        needed = self._rounds if self._in_rounds else 1
         self._short = [r for r, count in enumerate(counts) if count < needed]
         self._passes = [each.passes for each in self._all]
         self._before = [each.join for each in self._passes]
@@ -351,7 +347,7 @@ class JoinedStep(MicroBatches):
     @property
     def _last(self) -> bool:
         """Whether the next micro-batch of this rank averages."""
-        return self._done + 1 == (self._rounds if self._wrapper.in_rounds else self._count)
+        return self._done + 1 == (self._rounds if self._in_rounds else self._count)
 
     def _synchronize(self) -> None:
         for each in self._all:
@@ -383,13 +379,17 @@ class JoinedStep(MicroBatches):
         rank, total = self._backend.rank, self._total()
         if rank in self._short:
             follow(self._all, self.leader)
-        if any(each.passes.owes for each in self._all):
-            self._fail("the last micro-batch's loss does not depend on the model: nothing averaged")
         if rank == self.leader:
             tell(self._short, self._backend, JoinPhase.OVER)
+        self._average_rest()
+        if any(each.passes.owes for each in self._all):
+            self._fail("the last micro-batch's loss does not depend on the model: nothing averaged")
         self.loss = (
             float(all_reduce_(total, self._backend, label="the loss of a step")) / self.weight
         )
+
+    def _average_rest(self) -> None:
+        """Average what no micro-batch has: here nothing is left."""
 
     def _close(self) -> None:
         OPEN_STEPS.pop(self._backend, None)
@@ -497,9 +497,9 @@ def sum_of_weights(weights: Sequence[float], rank: int, op: str) -> float:
     bad = [r for r, weight in enumerate(weights) if not isfinite(weight)]
     total = sum(weights)
     if bad or not 0 < total < inf:
-        problem = f"the sum of all weights is {total:g}, no number above 0"
+        problem = f"the sum of all weights is {total:g}" if total else "all weights are 0"
         problem = f"rank {bad[0]} cannot begin it; see its error" if bad else problem
-        raise ValueError(f"rank {rank}: {op}: {problem}")
+        raise (ValueError if total else NothingCounts)(f"rank {rank}: {op}: {problem}")
     return total
 
 

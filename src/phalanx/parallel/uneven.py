@@ -14,6 +14,8 @@ less of one step.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,8 +24,9 @@ from torch import nn
 from phalanx.collectives import all_gather
 from phalanx.core.backend import Backend
 from phalanx.errors import DesyncError
-from phalanx.parallel.guards import refuse
+from phalanx.parallel.guards import check_agreement, refuse
 from phalanx.parallel.sync_batch_norm import SyncBatchNorm
+from phalanx.parallel.wrapper import Wrapper
 
 
 def check_joinable(module: nn.Module, who: str, backend: Backend, already: object | None) -> None:
@@ -87,12 +90,18 @@ _WORDS = {
     JoinPhase.WHOLE_SYNC: "synchronizes whole parameters",
 }
 _PHASES = len(JoinPhase)
+_REMEDY = "Ranks that have parts of the same layers train on the same batches, to the same last"
+
+
+class NothingCounts(ValueError):  # noqa: N818
+    """All ranks' weights are 0."""
 
 
 class Join:
     """The ranks' common state while their numbers of batches may differ.
 
-    who       the wrapper's name in errors
+    module    the wrapper. Ranks with other parts of its layers, as tensor parallel ones have, do
+              the same as this one
     active    the ranks that had a batch in the last header in which any had
     samples   of each rank, in the last header
     counts    of the micro-batches of each rank, in the last header
@@ -101,7 +110,7 @@ class Join:
 
     def __init__(
         self,
-        who: str,
+        module: nn.Module,
         backend: Backend,
         *,
         divide_by_initial_world_size: bool = True,
@@ -111,8 +120,11 @@ class Join:
         self.active = list(range(backend.world_size))
         self.samples: list[float] = []
         self.counts: list[int] = []
-        self._who = who
+        self._who = type(module).__name__
         self._backend = backend
+        layers: Iterable[Any] = (m for m in module.modules() if not isinstance(m, Wrapper))
+        groups = [m.other_parts()[0] for m in layers if hasattr(type(m), "other_parts")]
+        self._with_parts = [each for each in dict.fromkeys(groups) if each.world_size > 1]
         self._divide_by_all = divide_by_initial_world_size
 
     def check_backward(self) -> None:
@@ -132,10 +144,18 @@ class Join:
         """Tell the ranks this one's next action; block until all have told theirs. Return that of
         the ranks with a batch; OVER if none has.
 
-        Raises `DesyncError`, on every rank, if two of them do different things; `MisuseError` if
-        one rank is over, another is not, and `throws` is set.
+        Raises `DesyncError`, on every rank, if two of them do different things, or two with parts
+        of the same layers (8 bytes more); `MisuseError` if one rank is over, another is not, and
+        `throws` is set.
         """
         backend = self._backend
+        next_ = f"{phase.name} next, of weight {samples}, in {count} micro-batches"
+        for group in self._with_parts:
+            try:
+                check_agreement([next_], group, op=self._who, remedy=_REMEDY)
+            except DesyncError as error:
+                backend.fail(error, culprit=group.ranks[error.peer or 0])  # others wait here
+                raise
         row = torch.tensor([[count * _PHASES + phase, samples]], dtype=torch.float64)
         rows = all_gather(row, backend, label=f"{self._who}: next").tolist()
         phases = [JoinPhase(int(row[0]) % _PHASES) for row in rows]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Sequence
-from typing import NoReturn
+from math import isnan, nan
+from typing import NamedTuple, NoReturn
 
 import msgspec
 import torch
@@ -20,72 +21,87 @@ from phalanx import errors
 from phalanx.collectives import all_gather, all_gather_object
 from phalanx.core.backend import Backend
 from phalanx.errors import DesyncError, DistributedError, MisuseError, SizeMismatchError
-from phalanx.parallel.guards import check_agreement
+from phalanx.parallel.guards import check_agreement, refuse
 from phalanx.pipeline.stage_p2p import MessageLayout, Tree
 
-CALLS = ("train_step", "evaluate")
+CALLS = ("train_step", "evaluate", "join")
 NO_BATCH = -1  # in place of a number of samples
 
 
+class Begun(NamedTuple):
+    """The ranks' agreement about a step: the batch's samples, a hash of all metadata, the batch's
+    weight, NaN if losses are means, and the scale of losses that are sums.
+    """
+
+    samples: int
+    metadata: int
+    weight: float
+    scale: float = 1.0
+
+
 def check_same_plan(
-    lines: Sequence[str], averages: bool, problem: Exception | None, backend: Backend
-) -> bool:
+    lines: Sequence[str], averages: int, problem: Exception | None, backend: Backend
+) -> int:
     """Raise on every rank if one has a problem, or unless all have the same lines.
 
-    averages   whether this rank's layers are in wrappers that average gradients
+    averages   of this rank's layers, as of `check_averaging`
 
-    Returns whether any rank's are. Costs messages of 16 and 8 bytes; the lines are exchanged only
+    Returns the largest of them. Costs messages of 16 and 8 bytes; the lines are exchanged only
     when they differ. The problem is raised on the rank that has it, an error of its kind on the
     others; different lines are a `DesyncError` that names the first.
     """
-    rows = _exchange([int(averages)], "Pipeline", "the making of a pipeline", problem, backend)
+    rows = _exchange([averages], "Pipeline", "the making of a pipeline", problem, backend)
     remedy = "Give every rank the same layers, stages and configuration"
     check_agreement(lines, backend, op="Pipeline", remedy=remedy)
-    return any(averages for (averages,) in rows)
+    return max(averages for (averages,) in rows)
 
 
 def handshake(
     call: str,
     samples: tuple[int, int],
     metadata: int,
+    weight: float,
     problem: Exception | None,
     backend: Backend,
     *,
     timeout: float | None = None,
-) -> tuple[int, int]:
-    """Begin a step together: the batch's samples, and a hash of all ranks' metadata. Blocks.
+) -> Begun:
+    """Begin a step together. Blocks.
 
     call       one of `CALLS`
     samples    in this rank's inputs and targets; NO_BATCH if it has none
     metadata   this rank's `step_metadata`
+    weight     that this rank was given; NaN for none. With 0 on one of them there is no batch
 
-    Costs a message of 40 bytes. Raises on every rank: if one has a problem, an error of its kind;
-    `DesyncError` if one trains and another evaluates; `SizeMismatchError` if batches differ.
+    Costs a message of 48 bytes. Raises on every rank: if one has a problem, an error of its kind;
+    `DesyncError` for different calls or weights; `SizeMismatchError` if batches differ.
     """
     rank, number = backend.rank, CALLS.index(call)
-    mine = [number, *samples, metadata]
+    bits = int(torch.tensor(weight, dtype=torch.float64).view(torch.int64))
+    mine = [number, *samples, metadata, bits]
     rows = _exchange(mine, call, f"the beginning of {call}", problem, backend, timeout)
-    first_call, count, _, _ = rows[0]
+    first_call, count, *_ = rows[0]
     for peer, row in enumerate(rows):
         if row[0] != first_call:
-            raise DesyncError(
-                f"rank {rank}: Pipeline: rank 0 began {CALLS[first_call]} while rank {peer} began "
-                f"{CALLS[row[0]]}. Every rank has to make the same calls",
-                rank=rank,
-                peer=peer if peer != rank else 0,
-                op=call,
-            )
+            began = f"rank 0 began {CALLS[first_call]} while rank {peer} began {CALLS[row[0]]}"
+            other, rule = peer if peer != rank else 0, "Every rank has to make the same calls"
+            refuse("Pipeline", rank, f"{began}. {rule}", DesyncError, other)
+    weights = torch.tensor([row[4] for row in rows]).view(torch.float64).tolist()
+    given = {peer: theirs for peer, theirs in enumerate(weights) if not isnan(theirs)}
+    if len(set(given.values())) > 1:
+        refuse("Pipeline", rank, f"the weights of a batch differ, by rank: {given}", DesyncError)
+    weight = next(iter(given.values()), nan)
+    if weight == 0:
+        return Begun(0, 0, weight)
     for peer, row in enumerate(rows):
         for what, theirs in (("inputs", row[1]), ("targets", row[2])):
             if theirs not in (NO_BATCH, count):
-                raise SizeMismatchError(
-                    f"rank {rank}: {call}: the inputs on rank 0 have {count} samples, the {what} "
-                    f"on rank {peer} {theirs}. Give all ranks the same batch, or None where it is "
-                    "not used",
-                    rank=rank,
-                    op=call,
+                differ = (
+                    f"the inputs on rank 0 have {count} samples, the {what} on rank {peer} "
+                    f"{theirs}. Give all ranks the same batch, or None where it is not used"
                 )
-    return count, _digest(number, *(row[3] for row in rows))
+                refuse(call, rank, differ, SizeMismatchError)
+    return Begun(count, _digest(number, *(row[3] for row in rows)), weight)
 
 
 def step_metadata(module: nn.Module, inputs: Tree) -> int:

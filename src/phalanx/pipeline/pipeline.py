@@ -10,13 +10,16 @@ The schedule that is drawn is 1F1B; all are in schedules.py.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from math import isnan, nan
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from phalanx.collectives import all_gather, chunk_ranges
+from phalanx.collectives import all_gather, broadcast, chunk_ranges
 from phalanx.core.backend import Backend
 from phalanx.core.call import check_timeout
 from phalanx.errors import (
@@ -28,8 +31,11 @@ from phalanx.errors import (
 )
 from phalanx.parallel.compressor_state import with_versions
 from phalanx.parallel.gradient_parts import mark_part
+from phalanx.parallel.joined_step import checked_weight
+from phalanx.parallel.sync_batch_norm import SyncBatchNorm
+from phalanx.parallel.uneven import NothingCounts
 from phalanx.parallel.wrapper import Wrapper
-from phalanx.pipeline.handshake import NO_BATCH, check_same_plan, handshake, step_metadata
+from phalanx.pipeline.handshake import NO_BATCH, Begun, check_same_plan, handshake, step_metadata
 from phalanx.pipeline.plan import (
     PipelineParallelConfig,
     PipelinePlan,
@@ -40,9 +46,11 @@ from phalanx.pipeline.plan import (
 )
 from phalanx.pipeline.schedules import SCHEDULES, ActionKind, PipelineBubble
 from phalanx.pipeline.stage_p2p import Layouts, StageP2P, Tree, map_tensors
-from phalanx.pipeline.step import PipelineStep
+from phalanx.pipeline.step import PipelineStep, ReplicaStep
 
 LossFunction = Callable[[Any, Any], Tensor]
+Batch = tuple[Tree, Tree]
+Weight = float | Tensor | None
 
 
 class Pipeline(Wrapper):
@@ -62,6 +70,7 @@ class Pipeline(Wrapper):
     config    the cut of the layers, and the schedule
     stages    the layers of each stage, by default equally many (see `balance_stages`).
               Stage s is on rank s % p; with `zb_v`, stage p + n is on rank p - 1 - n
+    replicas  the ranks with the same layers in other pipelines, if each step has a `weight`
 
     # Notes
     Losses and gradients are the plain model's up to rounding, with two exceptions of every
@@ -83,15 +92,12 @@ class Pipeline(Wrapper):
 
     # On a mesh
     `Pipeline(layers, mesh["stage"], config)`, a part of the batch for each rank of `mesh["data"]`,
-    and after a step the mean of their gradients,
-
-        gradients = [p.grad for p in pipeline.parameters() if p.grad is not None]
-        all_reduce_coalesced_(gradients, mesh["data"], ReduceOp.MEAN)
-
-    or layers in DDP or FSDP over `mesh["data"]`, which average in each backward pass: each rank
-    wraps all of its own that it trains; those of others may be wrapped or plain. Layers may also be
-    cut over `mesh["tensor"]` by `parallelize`, on every rank alike. All ranks with the same part
-    then save and load a checkpoint together: `backend=mesh["data", "stage"]`.
+    and layers in DDP or FSDP over it, which average in each backward pass: each rank wraps all of
+    its own that it trains; those of others may be wrapped or plain. Or after a step
+    `all_reduce_coalesced_([p.grad for p in pipeline.parameters()], mesh["data"], ReduceOp.MEAN)`.
+    For parts that are not equal pass `replicas=mesh["data"]`, and in each step a `weight`. Layers
+    may also be cut over `mesh["tensor"]` by `parallelize`, on every rank alike. All ranks with the
+    same part then save and load a checkpoint together: `backend=mesh["data", "stage"]`.
     """
 
     spreads = True
@@ -103,8 +109,9 @@ class Pipeline(Wrapper):
         config: PipelineParallelConfig,
         *,
         stages: Sequence[PipelineStage] | None = None,
+        replicas: Backend | None = None,
     ) -> None:
-        plan, own, averages, problem = PipelinePlan(), nn.Sequential(), False, None
+        plan, own, averages, problem = PipelinePlan(), nn.Sequential(), 0, None
         outside: dict[str, nn.Parameter] = {}
         try:
             if not isinstance(config, PipelineParallelConfig):
@@ -114,12 +121,17 @@ class Pipeline(Wrapper):
             mine = [n for n, stage in enumerate(plan.stages) if stage.rank == backend.rank]
             names = [name for number in mine for name in plan.names_in(number)]
             own = nn.Sequential(OrderedDict((name, named[name]) for name in names))
-            averages, outside = check_averaging(named, own, backend)
+            averages, outside = check_averaging(named, own, backend, replicas)
+            place = None if replicas is None else (replicas.rank, replicas.world_size)
+            plan = plan._replace(lines=[*plan.lines, f"replicas {place}"])
         except Exception as error:
             problem = error
         averages = check_same_plan(plan.lines, averages, problem, backend)
         super().__init__(own, backend)
-        self._never_averaged = outside if averages else {}
+        self._weighted, self._averages = replicas is not None, averages
+        self._replicas = replicas or backend.subgroup([backend.rank])
+        backend.bind(self._replicas)
+        self._never_averaged = outside if averages or self._replicas.world_size > 1 else {}
         for part in own.modules():
             if isinstance(part, Wrapper) and part.averages and part.compression is not None:
                 part.compression.waits_for_step = True
@@ -150,7 +162,13 @@ class Pipeline(Wrapper):
         return super().load_state_dict(with_versions(own, state_dict), *args, **kwargs)
 
     def train_step(
-        self, inputs: Tree, targets: Tree, loss: LossFunction, *, timeout: float | None = None
+        self,
+        inputs: Tree,
+        targets: Tree,
+        loss: LossFunction,
+        *,
+        weight: Weight = None,
+        timeout: float | None = None,
     ) -> Tensor:
         """Run forward and backward of one batch; return the mean loss, the same bits on every rank.
 
@@ -159,22 +177,49 @@ class Pipeline(Wrapper):
         targets   the same; used on the rank of the last stage: the last, with `zb_v` rank 0
         loss      loss(outputs, targets) -> the mean over the samples of a micro-batch; called on
                   the rank of the last stage. Micro-batches, of sizes that differ by one at most,
-                  count by their samples
+                  count by their samples. With a weight, the sum over the samples
+        weight    of what counts in the batch, such as its tokens without padding; given on one rank
+                  or more. Gradients, and the loss, in double precision, are those of (sum of all
+                  losses) / (sum of all weights), the same on all `replicas`. With 0 this one adds
+                  nothing: batch and loss may be None. A batch may have fewer samples than
+                  micro-batches, unless there is FSDP
         timeout   seconds that this rank waits for a message at most; by default the backend's
 
         Gradients are added to `.grad` of this rank's parameters: zero them, and step the optimizer,
         yourself. Blocks until this rank's part is done; some ranks are done before others.
         Sends run while the rank computes: for each micro-batch the output of a stage once to the
-        next, and its gradient once back; 40 bytes to begin the step together and 16 for the loss.
+        next, and its gradient once back; 48 bytes to begin the step together and 16 for the loss.
+        Replicas agree on weights, in 16 bytes, and on the loss, in 8; DDP averages once a step.
 
         Raises on every rank, before anything else is sent: `SizeMismatchError` for fewer samples
         than micro-batches, and for batches that differ in size; `MisuseError`,
-        `UnsupportedObjectError`, `DesyncError`. An error in a layer or the loss is raised unchanged
-        on its rank; the others raise a `PeerLostError` at once, and the group is broken, since
-        messages may still be under way.
+        `UnsupportedObjectError`, `DesyncError`; ValueError for a weight that is none, or if all are
+        0. An error in a layer or the loss is raised unchanged on its rank; the others raise a
+        `PeerLostError` at once, and the group is broken: messages may still be under way.
         """
+        return self._train("train_step", (inputs, targets), loss, timeout, weight)
+
+    @contextmanager
+    def join(self, step: Callable[[], object]) -> Iterator[None]:
+        """Let each of the `replicas` train in here on its own number of batches.
+
+        step    whatever follows `train_step`, such as the optimizer's
+
+        All ranks of a pipeline leave the block together, or there is a `DesyncError`. They take
+        part in the steps of the others, with weight 0, and call `step` after each, until all have
+        left. Raises `MisuseError` without `replicas`.
+        """
+        if not self._weighted:
+            self._refuse("join() without replicas=, the ranks that have the others' batches")
+        yield
+        with suppress(NothingCounts):
+            while True:
+                self._train("join", (None, None), None, None, 0.0)
+                step()
+
+    def _train(self, call: str, *given: Any) -> Tensor:
         with self.backend.progress.one_step(self):
-            step, result = self._run("train_step", inputs, targets, loss, timeout)
+            step, result = self._run(call, *given)
         for parameter in self.parameters() if self.backend.world_size > 1 else ():
             mark_part(parameter)
         self._measured = step.busy, step.span
@@ -192,7 +237,7 @@ class Pipeline(Wrapper):
         modes = [(part, part.training) for part in self.module.modules()]
         self.module.eval()
         try:
-            return self._run("evaluate", inputs, targets, loss, timeout)[1]
+            return self._run("evaluate", (inputs, targets), loss, timeout, None)[1]
         finally:
             for part, training in modes:
                 part.training = training
@@ -205,11 +250,7 @@ class Pipeline(Wrapper):
         turns. Raises `MisuseError` before the first step.
         """
         if self._measured is None:
-            raise MisuseError(
-                f"rank {self.backend.rank}: there is no train_step yet to measure the bubble of",
-                rank=self.backend.rank,
-                op="pipeline_bubble",
-            )
+            self._refuse("there is no train_step yet to measure the bubble of")
         mine = torch.tensor([self._measured], dtype=torch.float64)
         busy, span = all_gather(mine, self.backend).unbind(1)
         # The ranks begin a step together: the longest span is the step's.
@@ -218,49 +259,74 @@ class Pipeline(Wrapper):
 
     def forward(self, *_: object) -> None:
         """Raise `MisuseError`: a pipeline is not called, since a rank has only some layers."""
-        raise MisuseError(
-            f"rank {self.backend.rank}: a Pipeline cannot be called, since this rank has only some "
-            "of the layers: use train_step or evaluate",
-            rank=self.backend.rank,
-            op="Pipeline",
-        )
+        problem = "it cannot be called, since this rank has only some of the layers: use "
+        self._refuse(problem + "train_step or evaluate")
 
     def _run(
-        self, call: str, inputs: Tree, targets: Tree, loss: LossFunction, timeout: float | None
+        self, call: str, batch: Batch, loss: LossFunction, timeout: float | None, weight: Weight
     ) -> tuple[PipelineStep, Tensor]:
         """Run a step; return the mean loss."""
-        config, backend, plan = self.config, self.backend, self._plan
-        row, ranks, rank = SCHEDULES[config.schedule], [s.rank for s in plan.stages], backend.rank
-        train = call == "train_step"
-        counts, problem = (NO_BATCH, NO_BATCH), None
+        begin = partial(self._begin, call, batch, loss, timeout, weight)
+        begun = None if self._weighted and call != "evaluate" else begin()
+        if begun is not None and isnan(begun.weight):
+            return self._passes(call, batch, loss, timeout, begun)
+        with ReplicaStep(self, self._replicas, lambda: begun or begin()) as joined:
+            step, _ = self._passes(call, batch, loss, timeout, joined.begun)
+            joined.scaled = sum(step.losses)
+        mean = torch.tensor(joined.loss, dtype=torch.float64)
+        return step, broadcast(mean, self.backend, self._plan.stages[-1].rank)
+
+    def _begin(
+        self, call: str, batch: Batch, loss: LossFunction, timeout: float | None, weight: Weight
+    ) -> Begun:
+        """Begin a step together with the other ranks of this pipeline."""
+        train, counts, given, problem = call != "evaluate", (NO_BATCH, NO_BATCH), nan, None
         try:
             if timeout is not None:
                 check_timeout(timeout)
-            counts = self._samples(inputs, targets, loss, config.num_micro_batches if train else 1)
+            if weight is not None:
+                given = checked_weight(weight, "train_step()")
             if train:
-                self._check_averaged()
+                self._check_averaged(given)
+            if given == 0 and any(isinstance(m, SyncBatchNorm) for m in self.modules()):
+                raise MisuseError(
+                    "weight 0 with a SyncBatchNorm, which needs all replicas' batches"
+                )
+            if given != 0:
+                few = not train or (self._averages < 2 and (self._weighted or not isnan(given)))
+                needed = 1 if few else self.config.num_micro_batches
+                counts = self._samples(*batch, loss, needed)
         except Exception as error:
             problem = error
-        metadata = step_metadata(self.module, inputs if rank == 0 and problem is None else None)
-        samples, metadata = handshake(
-            call, counts, metadata, problem, backend, timeout=timeout if problem is None else None
-        )
-        m = min(config.num_micro_batches, samples)
-        ranges = chunk_ranges(samples, m)
+        used = self.backend.rank == 0 and problem is None and given != 0
+        metadata = step_metadata(self.module, batch[0] if used else None)
+        waits = timeout if problem is None else None
+        return handshake(call, counts, metadata, given, problem, self.backend, timeout=waits)
+
+    def _passes(
+        self, call: str, batch: Batch, loss: LossFunction, timeout: float | None, begun: Begun
+    ) -> tuple[PipelineStep, Tensor]:
+        """Run this rank's passes; return the mean loss, unless it is that of all replicas."""
+        config, backend, plan = self.config, self.backend, self._plan
+        row, ranks, rank = SCHEDULES[config.schedule], [s.rank for s in plan.stages], backend.rank
+        train, means, (inputs, targets) = call != "evaluate", isnan(begun.weight), batch
+        m = min(config.num_micro_batches, samples := begun.samples)
+        ranges = chunk_ranges(samples, m) if m else []
         sizes = [end - start for start, end in ranges]
         seconds = backend.timeout if timeout is None else timeout
         step = PipelineStep(
             plan,
             self.module,
-            StageP2P(backend, self._layouts, metadata, sizes, ranks, seconds),
+            StageP2P(backend, self._layouts, begun.metadata, sizes, ranks, seconds),
             inputs=_micro_batches(inputs, ranges, "inputs") if rank == ranks[0] else [],
             targets=_micro_batches(targets, ranges, "targets") if rank == ranks[-1] else [],
-            weights=[size / samples for size in sizes],
+            weights=[size / samples if means else begun.scale for size in sizes],
+            loss=None if means else torch.tensor(nan),
             loss_function=loss,
             train=train,
             splits=row.passes == 3,
         )
-        actions = row.generator(rank, backend.world_size, m, config.chunks)
+        actions = row.generator(rank, backend.world_size, m, config.chunks) if m else iter(())
         try:
             return step, step.run([a for a in actions if train or a.kind is ActionKind.F])
         except RankStopped:
@@ -279,13 +345,15 @@ class Pipeline(Wrapper):
         for group in groups:
             group.fail(error, culprit=causes[0] if causes else backend.ranks[blamed])
 
-    def _check_averaged(self) -> None:
+    def _check_averaged(self, weight: float) -> None:
+        if self._averages and not (self._weighted or isnan(weight)):
+            raise MisuseError("a weight is one of all replicas: name them, Pipeline(replicas=)")
         for name, parameter in self._never_averaged.items():
             if parameter.requires_grad:
                 raise MisuseError(
                     f"{name} is trained outside of what averages gradients, such as DDP, and "
                     "other layers inside: its replicas would differ. Let each rank wrap all "
-                    "layers of its own that it trains, or no rank any"
+                    "layers of its own that it trains, or, without replicas=, no rank any"
                 )
 
     def _samples(

@@ -347,12 +347,17 @@ def _check_parameters(plan: PipelinePlan, layers: dict[str, nn.Module], rank: in
 
 
 def check_averaging(
-    layers: Mapping[str, nn.Module], own: nn.Sequential, backend: Backend
-) -> tuple[bool, dict[str, nn.Parameter]]:
-    """Return whether layers are in wrappers that average, and the parameters of `own` outside.
+    layers: Mapping[str, nn.Module],
+    own: nn.Sequential,
+    backend: Backend,
+    replicas: Backend | None,
+) -> tuple[int, dict[str, nn.Parameter]]:
+    """Return 1 if layers are in wrappers that average, 2 if in each micro-batch, as FSDP, else 0;
+    and the parameters of `own` outside.
 
-    Raises `MisuseError` if one of `own`, this rank's layers, averages with another stage, or skips
-    non-finite gradients, which it would do for one micro-batch in one stage.
+    Raises `MisuseError` if one of `own`, this rank's layers, averages with another stage, or with
+    others than the replicas, or skips non-finite gradients, which it would do for one micro-batch
+    in one stage.
     """
 
     def averaging(layer: nn.Module) -> list[Wrapper]:
@@ -369,9 +374,14 @@ def check_averaging(
         if getattr(wrapper, "_finite", None) is not None:
             what += " with skip_nonfinite, which would leave out a micro-batch in one stage only: "
             refuse("Pipeline", backend.rank, what + "let phalanx.GradScaler skip the whole step")
+        other = wrapper.optimizers_apart or wrapper.backend is not replicas
+        if replicas is not None and other:
+            refuse("Pipeline", backend.rank, what + ", and not in DDP or FSDP over replicas=")
     wrappers = [wrapper for layer in layers.values() for wrapper in averaging(layer)]
-    averages = any(wrapper.backend.world_size > 1 for wrapper in wrappers)
-    return averages, {name: p for name, p in named_plainly(own, "_parameters") if p not in inside}
+    kinds = [getattr(w, "in_rounds", 0) + 1 for w in wrappers if w.backend.world_size > 1]
+    return max(kinds, default=0), {
+        name: p for name, p in named_plainly(own, "_parameters") if p not in inside
+    }
 
 
 def measure_layer_costs(

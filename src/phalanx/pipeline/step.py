@@ -12,6 +12,12 @@ unless a layer has kept it for its backward pass. The tensor of a RecvBoundary i
 layer may change it in place, as it might in the plain model.
 
 If a schedule has W, a backward pass is done in two parts (backward_split.py).
+
+Replicas, pipelines with the same layers, may each have a part of the step's batch (`ReplicaStep`):
+
+    pipeline 0    weight 30    losses x 3 / 42    gradients   \\
+    pipeline 1    weight 12    losses x 3 / 42    gradients    mean: those of the joined batch
+    pipeline 2    weight  0    no batch           zeros       /
 """
 
 from __future__ import annotations
@@ -25,8 +31,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from phalanx.core.backend import Backend
 from phalanx.errors import MisuseError
+from phalanx.parallel.ddp import DDP
+from phalanx.parallel.joined_step import JoinedStep, checked_weight
+from phalanx.parallel.uneven import Join, JoinPhase
+from phalanx.parallel.wrapper import Wrapper
 from phalanx.pipeline.backward_split import WeightPart, backward_input
+from phalanx.pipeline.handshake import Begun
 from phalanx.pipeline.plan import PipelinePlan
 from phalanx.pipeline.schedules import Action, ActionKind
 from phalanx.pipeline.stage_p2p import MessageLayout, StageMessage, StageP2P, Tree, unflatten
@@ -97,10 +109,12 @@ class PipelineStep:
     module    this rank's layers, by name
     inputs    the micro-batches, on the rank of the first stage; else empty
     targets   the same, on the rank of the last stage; else empty
-    weights   each micro-batch's share of the batch's samples
+    weights   each micro-batch's share of the batch's samples, or the scale of sums of losses
     train     whether there are backward passes
     splits    whether these are done in two parts
-    loss      the mean over the batch, on the last stage's rank, after its last forward pass
+    losses    weighted, of each micro-batch on the last stage's rank
+    loss      the mean over the batch, there, after its last forward pass; if it is given, no rank
+              is told of another
     busy      seconds in layers and loss, forward and backward
     span      seconds of the whole step
     most_alive   the most micro-batches whose activations were kept at a time
@@ -116,12 +130,12 @@ class PipelineStep:
     loss_function: Callable[[Tree, Tree], Tensor]
     train: bool
     splits: bool
+    losses: list[float] = field(default_factory=list)
     loss: Tensor | None = None
     busy: float = 0.0
     span: float = 0.0
     most_alive: int = 0
     doing: str = ""
-    _losses: list[float] = field(default_factory=list)
     _alive: dict[tuple[int, int], _Activations] = field(default_factory=dict)
     _later: dict[tuple[int, int], list[WeightPart]] = field(default_factory=dict)
 
@@ -199,16 +213,16 @@ class PipelineStep:
             what = what.removeprefix("torch.")
             raise MisuseError(
                 f"the loss function has to return one real number, the mean over the samples of a "
-                f"micro-batch, not {what}"
+                f"micro-batch (the sum, if there is a weight), not {what}"
             )
         if self.train and not loss.requires_grad:
             raise MisuseError(
                 "the loss depends on no parameter that is trained: is it computed without "
                 "gradients, or is every layer frozen? To compute it only, call evaluate"
             )
-        self._losses.append(self.weights[j] * loss.item())
-        if len(self._losses) == len(self.weights):
-            self.loss = torch.tensor(sum(self._losses), dtype=loss.dtype)
+        self.losses.append(self.weights[j] * loss.item())
+        if self.loss is None and len(self.losses) == len(self.weights):
+            self.loss = torch.tensor(sum(self.losses), dtype=loss.dtype)
             self.p2p.isend_loss(self.loss)
         return loss
 
@@ -247,3 +261,54 @@ class PipelineStep:
 def _as_in_forward() -> torch.autocast:
     """Turn autocast off: gradients have forward's dtypes, also if train_step is under autocast."""
     return torch.autocast("cpu", enabled=False)
+
+
+class ReplicaStep(JoinedStep):
+    """One step of this rank of a pipeline, and of its replicas, the ranks with the same layers.
+
+    begin     agrees with the other ranks of the pipeline: `begun`
+    scaled    this rank's sum of scaled losses
+
+    FSDP averages in each micro-batch, and a rank without a batch follows the leader. DDP averages
+    once, after the last one.
+    """
+
+    begun: Begun
+    scaled = 0.0
+
+    def __init__(self, pipeline: Wrapper, replicas: Backend, begin: Callable[[], Begun]) -> None:
+        super().__init__(pipeline, 0.0, 0)
+        self._backend = replicas
+        self._begin = begin
+
+    def _checked(self, *_: Any) -> tuple[float, int]:
+        self.begun = self._begin()
+        weight = checked_weight(self.begun.weight, "train_step() with replicas=")
+        return weight, int(weight > 0)
+
+    def begin(self, agreed: Join) -> None:
+        """Begin, with what the replicas have agreed on."""
+        super().begin(agreed)
+        self.begun = self.begun._replace(scale=self._backend.world_size / self.weight)
+        self._in_backward = True  # in all of them
+        self._short = self._short if self._in_rounds else []  # else nobody has to be told
+        for each in self._all:
+            if isinstance(each, DDP):
+                each.answer(JoinPhase.FORWARD)  # the leader's buffers
+
+    def _synchronize(self) -> None:
+        for each in self._all:
+            each.passes.synchronize = each.in_rounds
+
+    def _finish(self) -> None:
+        self._done = self._counts[self._backend.rank]
+        self._losses = [torch.tensor(self.scaled / self.begun.scale, dtype=torch.float64)]
+        super()._finish()
+
+    def _average_rest(self) -> None:
+        self._short = []  # all replicas do it by themselves
+        for each in self._all:
+            if isinstance(each, DDP) and each.passes.owes:
+                each.sync_gradients()
+            elif isinstance(each, DDP):
+                each.answer(JoinPhase.CATCHING_UP)

@@ -208,7 +208,7 @@ class PeriodicSync(Wrapper):
         who, seen = type(self).__name__, self._counter.seen
         if seen is None and self._join is None:
             return phase, 1.0
-        join = self._join or Join(who, self.backend)
+        join = self._join or Join(self, self.backend)
         kind = int(self._counter.now()[1] > 0) if seen is None else 2  # 0: no step since
         with self._explaining():
             weight = float(kind) if seen is None else seen
@@ -372,7 +372,7 @@ class PeriodicSync(Wrapper):
         layers = nn.Identity() if throws else self.module
         check_joinable(layers, who, self.backend, self._join or self._open)
         self.sync()
-        self._join = join = Join(who, self.backend, throw_on_early_termination=throws)
+        self._join = join = Join(self, self.backend, throw_on_early_termination=throws)
         try:
             yield
             self._counter.close()
