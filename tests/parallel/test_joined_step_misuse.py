@@ -90,8 +90,8 @@ def test_a_weight_that_is_none_is_refused_on_every_rank(weight: Any, words: str,
 @pytest.mark.parametrize(
     ("weight", "count", "words"),
     [
-        (0, 1, "the all weights are 0"),
-        (0, 0, "the all weights are 0"),
+        (0, 1, "all weights are 0"),
+        (0, 0, "all weights are 0"),
         (1e308, 1, "the sum of all weights is inf"),
         (2, 0, "needs a micro-batch"),
         (2, -1, "must be 0 or more, not -1"),
