@@ -1,152 +1,50 @@
-"""Pipelines and their replicas, with weights: gradients of the joined batch, as in one process.
+"""Pipelines and their replicas, with weights: the numbers of one process with the joined batch.
 
-All in double precision: the norm of a difference is at most 1e-12 of the reference's.
+In double precision; the norm of a difference is at most 1e-12 of the reference's.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from clusters import Cluster, Cooperative, Tcp
-from ddp_models import seeded
 from ddp_runs import outcome_of
 from pipeline_runs import SCHEDULES, SIZE, piped
+from replica_runs import (
+    IGNORED,
+    STEPS,
+    WRAPS,
+    assert_near,
+    assert_parts,
+    batch,
+    model,
+    plainly,
+    replica_of,
+    sgd,
+    step,
+    sum_of_losses,
+    sums_of_gradients,
+    tokens,
+)
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from phalanx import (
     DDP,
     FSDP,
     Backend,
     DesyncError,
-    DeviceMesh,
     ErrorFeedback,
     GradScaler,
-    LocalSGD,
-    MisuseError,
-    PeerLostError,
-    Pipeline,
-    ShardingStrategy,
-    SizeMismatchError,
-    SyncBatchNorm,
     TopK,
     clip_grad_norm_,
-    parallelize,
     simulate,
 )
-from phalanx.parallel.wrapper import Slice, slices_in
-
-Wrap = Callable[[nn.Module, Backend], nn.Module]
-WRAPS: dict[str, Wrap] = {
-    "DDP": DDP,
-    "FSDP": FSDP,
-    "SHARD_GRAD_OP": lambda layer, data: FSDP(layer, data, strategy=ShardingStrategy.SHARD_GRAD_OP),
-    "both": lambda layer, data: (DDP if layer.weight[0, 0] > 0 else FSDP)(layer, data),  # type: ignore[operator, index]
-    "NO_SHARD": lambda layer, data: FSDP(layer, data, strategy=ShardingStrategy.NO_SHARD),
-}
-IGNORED = -100
-STEPS = [
-    (3, 2, 5),
-    (0, 4, 2),
-    (0, 2, 3),
-    (2, 0, 3),
-    (4, 2, 0),
-    (0, 0, 3),
-]  # samples of each replica
-Batch = tuple[Tensor, Tensor]
-
-
-def model() -> nn.Sequential:
-    def build() -> nn.Module:
-        layers = (nn.Linear(SIZE, SIZE) if n % 2 == 0 else nn.Tanh() for n in range(12))
-        return nn.Sequential(*layers)
-
-    layers = seeded(build, 0).double()
-    assert isinstance(layers, nn.Sequential)
-    return layers
-
-
-def batch(replica: int, samples: int, seed: int) -> Batch:
-    """Some of the targets, in most of the samples, do not count."""
-    draws = torch.Generator().manual_seed(100 * seed + replica)
-    targets = torch.randint(SIZE, (samples, 3), generator=draws)
-    ignored = torch.rand(samples, 3, generator=draws) < 0.4
-    inputs = torch.randn(samples, 3, SIZE, generator=draws, dtype=torch.float64)
-    return inputs, targets.masked_fill(ignored, IGNORED)
-
-
-def tokens(targets: Tensor) -> int:
-    return int((targets != IGNORED).sum())
-
-
-def sum_of_losses(outputs: Tensor, targets: Tensor) -> Tensor:
-    outputs, targets = outputs.flatten(0, -2), targets.flatten()
-    return nn.functional.cross_entropy(outputs, targets, reduction="sum", ignore_index=IGNORED)
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
-
-
-def plainly(steps: Sequence[Sequence[int]]) -> tuple[list[Any], dict[str, Tensor]]:
-    """Of each step the loss, the norm and the gradients, clipped; and the parameters at the end."""
-    plain, found = model(), []
-    optimizer = sgd(plain.parameters())
-    for seed, sizes in enumerate(steps):
-        parts = [batch(replica, samples, seed) for replica, samples in enumerate(sizes)]
-        inputs, targets = (torch.cat(part) for part in zip(*parts, strict=True))
-        optimizer.zero_grad()
-        loss = sum_of_losses(plain(inputs), targets) / tokens(targets)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-        gradients = {n: p.grad.clone() for n, p in plain.named_parameters() if p.grad is not None}
-        found.append((loss.item(), norm.item(), gradients))
-        optimizer.step()
-    return found, dict(plain.state_dict())
-
-
-def replica_of(
-    backend: Backend, wrap: Wrap, replicas: int, schedule: str = "1f1b", layers: Any = None
-) -> tuple[Pipeline, DeviceMesh]:
-    mesh = DeviceMesh(backend, (replicas, backend.world_size // replicas), ("data", "stage"))
-    wrapped = [
-        wrap(layer, mesh["data"]) if list(layer.parameters()) else layer
-        for layer in layers or model()
-    ]
-    return piped(mesh["stage"], wrapped, 2, schedule, replicas=mesh["data"]), mesh
-
-
-def step(
-    pipeline: Pipeline, mesh: DeviceMesh, sizes: Sequence[int], seed: int, **given: Any
-) -> Any:
-    """One step, in which a replica without samples has no batch at all."""
-    replica = mesh["data"].rank
-    inputs, targets = batch(replica, sizes[replica], seed) if sizes[replica] else (None, None)
-    weight = tokens(targets) if targets is not None else 0
-    return pipeline.train_step(inputs, targets, sum_of_losses, weight=weight, **given)
-
-
-def assert_near(found: Tensor, expected: Tensor, name: str = "") -> None:
-    assert (found - expected).norm() <= 1e-12 * expected.norm(), name
-
-
-def assert_parts(pipeline: Pipeline, whole: dict[str, Tensor], of: str = "grad") -> None:
-    """This rank's parts of gradients, or of parameters, are those of whole ones."""
-    parts = slices_in(pipeline)
-    for name, parameter in pipeline.named_parameters():
-        expected = whole[name].flatten()
-        part = parts.get(parameter, Slice.whole(parameter.shape))
-        found = parameter.grad if of == "grad" else parameter.detach()
-        assert found is not None
-        difference = found.flatten() - expected[part.start : part.stop]
-        assert difference.norm() <= 1e-12 * expected.norm(), name
-
+from phalanx.parallel.wrapper import slices_in
 
 # The numbers of one process ---------------------------------------------------------------------
 
@@ -253,16 +151,6 @@ def test_gradients_of_several_steps_are_added_up():
                 assert_parts(pipeline, expected[seed])
 
     simulate(run, 4)
-
-
-def sums_of_gradients(steps: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    """The sums of the plain model's gradients in these steps."""
-    plain = model()
-    for seed, sizes in enumerate(steps):
-        parts = [batch(replica, samples, seed) for replica, samples in enumerate(sizes)]
-        inputs, targets = (torch.cat(part) for part in zip(*parts, strict=True))
-        (sum_of_losses(plain(inputs), targets) / tokens(targets)).backward()
-    return {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("wrap", [DDP, FSDP])
@@ -418,216 +306,3 @@ def test_a_rank_that_is_through_alone_is_named_on_all_ranks_of_its_pipeline():
     for error in errors[2:]:
         assert isinstance(error, ValueError)
         assert "rank 0 cannot begin it; see its error" in str(error)
-
-
-# What is refused ---------------------------------------------------------------------------------
-
-
-def refusals(spoil: Callable[[DeviceMesh, dict[str, Any]], object]) -> list[BaseException | None]:
-    """Each rank's error in a step whose arguments are spoiled; then all can go on."""
-    expected = sums_of_gradients([(3, 2)])
-
-    def run(backend: Backend) -> BaseException | None:
-        pipeline, mesh = replica_of(backend, DDP, 2)
-        inputs, targets = batch(mesh["data"].rank, (3, 2)[mesh["data"].rank], 0)
-        given = {"inputs": inputs, "targets": targets, "weight": tokens(targets)}
-        spoil(mesh, given)
-        error = outcome_of(lambda: pipeline.train_step(loss=sum_of_losses, **given))
-        step(pipeline, mesh, (3, 2), 0)
-        assert_parts(pipeline, expected)
-        return error
-
-    return list(simulate(run, 4))
-
-
-@pytest.mark.parametrize(
-    ("weight", "words"),
-    [
-        (math.nan, "weight must be a number of at least 0, not nan"),
-        (-1, "weight must be a number of at least 0, not -1"),
-        (math.inf, "weight must be a number of at least 0, not inf"),
-        (torch.ones((), requires_grad=True), "weight has a gradient"),
-    ],
-)
-def test_a_weight_that_is_none_is_refused_on_every_rank_of_every_replica(weight: Any, words: str):
-    def spoil(mesh: DeviceMesh, given: dict[str, Any]) -> None:
-        if mesh.backend.rank == 3:
-            given["weight"] = weight
-
-    errors = refusals(spoil)
-    assert all(isinstance(error, ValueError) for error in errors)
-    assert all(words in str(error) for error in errors[2:])
-    assert all("rank 1 cannot begin it; see its error" in str(error) for error in errors[:2])
-
-
-def test_all_weights_of_0_are_refused_on_every_rank():
-    for error in refusals(lambda mesh, given: given.update(weight=0)):
-        assert isinstance(error, ValueError)
-        assert "all weights are 0" in str(error)
-
-    def alone(backend: Backend) -> BaseException | None:
-        pipeline = piped(backend, model(), 2)
-        return outcome_of(lambda: pipeline.train_step(None, None, sum_of_losses, weight=0))
-
-    assert all("all weights are 0" in str(error) for error in simulate(alone, 2))
-
-
-def test_with_replicas_each_batch_has_a_weight():
-    errors = refusals(lambda mesh, given: given.update(weight=None))
-    assert all(isinstance(error, ValueError) for error in errors)
-    assert all("with replicas=: weight must be a number" in str(error) for error in errors)
-
-
-def test_two_weights_of_one_batch_are_refused_with_both_places():
-    def spoil(mesh: DeviceMesh, given: dict[str, Any]) -> None:
-        if mesh.backend.rank == 0:
-            given["weight"] = 99
-
-    errors = refusals(spoil)
-    for error in errors[:2]:
-        assert isinstance(error, DesyncError)
-        assert re.search(r"weights of a batch differ, by rank: \{0: 99.0, 1: \d.0\}", str(error))
-    assert all(isinstance(error, ValueError) for error in errors[2:])
-
-
-def test_a_replica_of_which_a_rank_only_has_no_batch_is_refused():
-    def spoil(mesh: DeviceMesh, given: dict[str, Any]) -> None:
-        if mesh.backend.rank == 0:
-            given["inputs"] = None
-
-    errors = refusals(spoil)
-    assert all(isinstance(error, MisuseError) for error in errors[:2])
-    assert all("see its error" in str(error) for error in errors[2:])
-
-
-def test_fewer_samples_than_micro_batches_are_as_many_micro_batches_but_with_fsdp():
-    expected = sums_of_gradients([(1, 3)])
-
-    def run(backend: Backend, wrap: Wrap) -> BaseException | None:
-        pipeline, mesh = replica_of(backend, wrap, 2)
-        error = outcome_of(lambda: step(pipeline, mesh, (1, 3), 0))
-        if error is None:
-            assert_parts(pipeline, expected)
-        return error
-
-    assert list(simulate(lambda backend: run(backend, DDP), 4)) == [None] * 4
-    errors = list(simulate(lambda backend: run(backend, FSDP), 4))
-    assert all(isinstance(error, SizeMismatchError) for error in errors[:2])
-    assert all("see its error" in str(error) for error in errors[2:])
-
-
-def test_a_weight_without_replicas_of_layers_that_average_is_refused():
-    def run(backend: Backend) -> BaseException | None:
-        mesh = DeviceMesh(backend, (2, 2), ("data", "stage"))
-        pipeline = piped(mesh["stage"], [DDP(nn.Linear(SIZE, SIZE), mesh["data"]), nn.Tanh()], 2)
-        inputs, targets = torch.ones(4, SIZE), torch.ones(4, SIZE)
-        return outcome_of(lambda: pipeline.train_step(inputs, targets, F.mse_loss, weight=4))
-
-    assert all("Pipeline(replicas=)" in str(error) for error in simulate(run, 4))
-
-
-def test_layers_that_are_not_averaged_with_the_replicas_are_refused():
-    def local(layer: nn.Module, data: Backend) -> nn.Module:
-        return LocalSGD(layer, data, every=2)
-
-    def run(backend: Backend, wrap: Wrap) -> BaseException | None:
-        def build_and_train() -> None:
-            pipeline, mesh = replica_of(backend, wrap, 2)
-            step(pipeline, mesh, (3, 2), 0)
-
-        return outcome_of(build_and_train)
-
-    for error in simulate(lambda backend: run(backend, local), 4):
-        assert isinstance(error, MisuseError)
-        assert "is in LocalSGD, and not in DDP or FSDP over replicas=" in str(error)
-    for error in simulate(lambda backend: run(backend, lambda layer, _: layer), 4):
-        assert isinstance(error, (MisuseError, ValueError))
-        assert "is trained outside of what averages" in str(error) or "see its error" in str(error)
-
-    def alone(layer: nn.Module, data: Backend) -> nn.Module:
-        return DDP(layer, data.subgroup([data.rank]))
-
-    for error in simulate(lambda backend: run(backend, alone), 4):
-        assert "is in DDP, and not in DDP or FSDP over replicas=" in str(error)
-
-
-def test_replicas_on_some_ranks_of_a_pipeline_only_are_refused():
-    def run(backend: Backend) -> BaseException | None:
-        mesh = DeviceMesh(backend, (2, 2), ("data", "stage"))
-        replicas = mesh["data"] if mesh["stage"].rank == 0 else None
-        return outcome_of(lambda: piped(mesh["stage"], model(), 2, replicas=replicas))
-
-    assert all("replicas (0, 2)" in str(error) for error in list(simulate(run, 4))[:2])
-
-
-@pytest.mark.parametrize("wrap", [DDP, FSDP])
-def test_an_empty_replica_of_a_sync_batch_norm_is_refused_on_every_rank(wrap: Any):
-    def run(backend: Backend) -> BaseException | None:
-        mesh = DeviceMesh(backend, (2, 2), ("data", "stage"))
-        norm = SyncBatchNorm(SIZE, mesh["data"]).double()
-        layers = [*model()[:4], norm, *model()[4:]]
-        wrapped = [wrap(x, mesh["data"]) if list(x.parameters()) else x for x in layers]
-        pipeline = piped(mesh["stage"], wrapped, 2, replicas=mesh["data"])
-        return outcome_of(lambda: step(pipeline, mesh, (0, 3), 0))
-
-    errors = list(simulate(run, 4))
-    assert all("weight 0 with a SyncBatchNorm" in str(error) for error in errors[:2])
-    assert all("rank 0 cannot begin it; see its error" in str(error) for error in errors[2:])
-
-
-def test_join_without_replicas_is_refused():
-    def run(backend: Backend) -> BaseException | None:
-        pipeline = piped(backend, model(), 2)
-        return outcome_of(lambda: pipeline.join(lambda: None).__enter__())
-
-    assert all("join() without replicas=" in str(error) for error in simulate(run, 2))
-
-
-@pytest.mark.parametrize("cut", [("0", "2", "4", "6"), ("0", "2")])
-def test_ranks_with_parts_of_the_same_layers_have_the_same_weight(cut: Sequence[str]):
-    """Data x stage x tensor: each pipeline sees its own weights only. In all stages, or in one."""
-
-    plain, (inputs, targets) = model()[:7], batch(0, 4, 0)
-    loss = sum_of_losses(plain(inputs), targets) / tokens(targets)
-    loss.backward()
-    norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-
-    def run(backend: Backend, spoils: bool) -> BaseException | None:
-        mesh = DeviceMesh(backend, (2, 2, 2), ("data", "stage", "tensor"))
-        plan = dict(zip(cut, ["column", "row"] * 2, strict=False))
-        layers = parallelize(model()[:7], mesh["tensor"], plan)
-        wrapped = [DDP(x, mesh["data"]) if list(x.parameters()) else x for x in layers.children()]
-        pipeline = piped(mesh["stage"], wrapped, 2, replicas=mesh["data"])
-        odd = spoils and mesh["tensor"].rank == 1 and mesh["data"].rank == 0
-        weight = tokens(targets) + odd
-
-        def train() -> None:
-            found = pipeline.train_step(inputs, targets, sum_of_losses, weight=weight)
-            assert_near(found, loss)
-            assert_near(clip_grad_norm_(pipeline, 1.0), norm)
-
-        return outcome_of(train)
-
-    assert list(simulate(lambda backend: run(backend, False), 8)) == [None] * 8
-    errors = list(simulate(lambda backend: run(backend, True), 8))
-    assert all(isinstance(error, DesyncError) for error in errors)
-    assert all("STEP next, of weight" in str(error) for error in errors)
-
-
-@pytest.mark.parametrize("wrap", [DDP, FSDP])
-def test_an_error_in_one_replica_is_told_to_all_also_to_those_without_a_batch(wrap: Any):
-    def spoiled(outputs: Tensor, targets: Tensor) -> Tensor:
-        raise ZeroDivisionError
-
-    def run(backend: Backend) -> BaseException | None:
-        pipeline, mesh = replica_of(backend, wrap, 3)
-        inputs, targets = batch(mesh["data"].rank, 3, 0)
-        given = (inputs, targets) if mesh["data"].rank < 2 else (None, None)
-        weight = tokens(targets) if mesh["data"].rank < 2 else 0
-        loss = spoiled if mesh["data"].rank == 0 else sum_of_losses
-        return outcome_of(lambda: pipeline.train_step(*given, loss, weight=weight))
-
-    errors = list(simulate(run, 6))
-    assert isinstance(errors[1], ZeroDivisionError)
-    assert all(isinstance(error, PeerLostError) for n, error in enumerate(errors) if n != 1)
-    assert all("failed: ZeroDivisionError" in str(error) for error in errors[2:])

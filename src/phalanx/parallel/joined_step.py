@@ -103,8 +103,9 @@ class AveragingWrapper(Wrapper):
         Every rank enters it, in `join` too, where ranks without a batch left are as with 0. Costs a
         message of 16 bytes at its beginning and one of 8 at its end, which block. Raises, on every
         rank, ValueError if a rank's weight is negative, infinite, NaN or has a gradient, or all are
-        0; `MisuseError` for a step in a step, for gradients that were accumulated before it and
-        not averaged, for backward passes by another way, and if there are more or fewer than said.
+        0; `DesyncError` if ranks with parts of the same layers give others; `MisuseError` for a
+        step in a step, for gradients that were accumulated before it and not averaged, for backward
+        passes by another way, and if there are more or fewer than said.
         """
         return JoinedStep(self, weight, micro_batches)
 
