@@ -8,7 +8,7 @@ from clusters import CLUSTERS
 from ddp_models import noise, seeded
 from torch import Tensor, nn
 
-from phalanx import FSDP, Backend
+from phalanx import FSDP, Backend, simulate
 
 
 class Expert(nn.Module):
@@ -54,3 +54,16 @@ def test_a_backward_pass_that_comes_in_by_an_attribute_finds_the_group_unsharded
         zip(first, second, strict=True), expected.parameters(), strict=True
     ):
         torch.testing.assert_close(torch.cat(parts), parameter.grad.reshape(-1))
+
+
+def test_an_output_that_is_a_view_may_be_written_in_place() -> None:
+    """That of nn.Linear with three dimensions is one: the write gives it another node."""
+
+    def gradients(model: nn.Module) -> list[Tensor]:
+        model(noise(2, 3, 6).requires_grad_()).relu_().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    plain = gradients(seeded(lambda: nn.Linear(6, 6)))
+    ranks = simulate(lambda backend: gradients(FSDP(seeded(lambda: nn.Linear(6, 6)), backend)), 2)
+    for *parts, whole in zip(*ranks, plain, strict=True):
+        torch.testing.assert_close(torch.cat(parts), whole.reshape(-1))

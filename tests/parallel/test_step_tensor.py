@@ -115,7 +115,7 @@ def test_a_weighted_loss_of_another_number_of_samples_is_told():
 @pytest.mark.parametrize("name", WRAPS)
 def test_a_replica_that_is_not_through_as_one_is_told_with_both_places(name: str):
     def body(model: Any, odd: bool) -> None:
-        with model.join():
+        with model.join(lambda: None):
             for _ in range(1 if odd else 2):
                 steps(model, 4.0, 1)
 
@@ -128,7 +128,7 @@ def test_a_replica_that_is_not_through_as_one_is_told_with_both_places(name: str
 @pytest.mark.parametrize("name", WRAPS)
 def test_so_it_is_in_a_forward_pass_without_step(name: str):
     def body(model: Any, odd: bool) -> None:
-        with model.join():
+        with model.join(lambda: None):
             for _ in range(1 if odd else 2):
                 model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
 

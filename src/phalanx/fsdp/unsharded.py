@@ -132,8 +132,13 @@ class UnshardedParameter(nn.Parameter):
             results = result if isinstance(result, (tuple, list)) else (result,)
             for on_backward in [s.on_backward for s in used if s.on_backward is not None]:
                 for value in results:
-                    if isinstance(value, Tensor) and value.grad_fn is not None:
-                        value.grad_fn.register_prehook(lambda _, run=on_backward: run())
+                    if not isinstance(value, Tensor) or value.grad_fn is None:
+                        continue
+                    value.grad_fn.register_prehook(lambda _, run=on_backward: run())
+                    # A view that is written in place later gets another node, and the base keeps
+                    # its own: as of nn.Linear with more than two dimensions.
+                    if value._base is not None and value._base.grad_fn is not None:
+                        value._base.grad_fn.register_prehook(lambda _, run=on_backward: run())
         return result
 
     def __repr__(self) -> str:  # type: ignore[override]
