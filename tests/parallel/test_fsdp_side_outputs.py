@@ -8,7 +8,7 @@ from clusters import CLUSTERS
 from ddp_models import noise, seeded
 from torch import Tensor, nn
 
-from phalanx import FSDP, Backend, simulate
+from phalanx import FSDP, Backend
 
 
 class Expert(nn.Module):
@@ -56,14 +56,17 @@ def test_a_backward_pass_that_comes_in_by_an_attribute_finds_the_group_unsharded
         torch.testing.assert_close(torch.cat(parts), parameter.grad.reshape(-1))
 
 
-def test_an_output_that_is_a_view_may_be_written_in_place() -> None:
+@pytest.mark.parametrize("name", ["tcp", "shm"])
+def test_an_output_that_is_a_view_may_be_written_in_place(name: str) -> None:
     """That of nn.Linear with three dimensions is one: the write gives it another node."""
 
     def gradients(model: nn.Module) -> list[Tensor]:
         model(noise(2, 3, 6).requires_grad_()).relu_().sum().backward()
         return [p.grad for p in model.parameters()]
 
-    plain = gradients(seeded(lambda: nn.Linear(6, 6)))
-    ranks = simulate(lambda backend: gradients(FSDP(seeded(lambda: nn.Linear(6, 6)), backend)), 2)
+    models = [seeded(lambda: nn.Linear(6, 6)) for _ in range(3)]
+    plain = gradients(models[2])
+    cluster = next(c for c in CLUSTERS if c.name == name)
+    ranks = cluster.run(lambda backend: gradients(FSDP(models[backend.rank], backend)), 2)
     for *parts, whole in zip(*ranks, plain, strict=True):
         torch.testing.assert_close(torch.cat(parts), whole.reshape(-1))
