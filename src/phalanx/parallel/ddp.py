@@ -327,6 +327,8 @@ class DDP(Wrapper):
 
     def _answer_the_others(self, join: Join, step: Callable[[], object] | None) -> None:
         self._reducer.begin_forward()  # forgets a backward pass that failed here
+        for parameter in self.owners:  # of this rank's last step: the others add to no such mean
+            parameter.grad = None
         while (phase := join.exchange(JoinPhase.OVER)) is not JoinPhase.OVER:
             if phase is JoinPhase.FORWARD:
                 self._broadcast_buffers()
