@@ -132,7 +132,8 @@ class Reducer:
         in_pieces = self._finite is None and self._averaging.in_pieces
         owners = self._owned.rank_of if self._averaging.compressor is None else {}
         place = {p: at for at, p in enumerate(self._order)}
-        runs = batches((p for p in place if p in in_buckets), self._bucket_size, owners)
+        size = self._bucket_size // (self._backend.world_size if owners else 1)  # as many are open
+        runs = batches((p for p in place if p in in_buckets), size, owners)
         self._buckets = []
         for run in sorted(runs, key=lambda run: place[run[-1]]) if owners else runs:
             owner = owners.get(run[0])
