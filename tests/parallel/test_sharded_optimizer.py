@@ -18,12 +18,16 @@ from torch import Tensor, nn
 
 from phalanx import (
     DDP,
+    FSDP,
     Backend,
     DesyncError,
+    DeviceMesh,
     ErrorFeedback,
     GradScaler,
     LocalSGD,
     MisuseError,
+    Pipeline,
+    PipelineParallelConfig,
     ShardedOptimizer,
     TopK,
     UnsupportedOperationError,
@@ -133,6 +137,39 @@ def test_clipping_counts_each_gradient_once(ranks: int, norm_type: float) -> Non
     found = on_ranks(ranks, body)
     assert len({norm.item() for norm in found}) == 1
     torch.testing.assert_close(found[0].float(), expected)
+
+
+@pytest.mark.parametrize("wrap", [DDP, FSDP])
+def test_each_stage_of_a_pipeline_has_its_own_and_the_norm_is_that_of_all(wrap: Any) -> None:
+    def layers() -> nn.Module:
+        return seeded(lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 7), nn.Linear(7, 3)))
+
+    def run(backend: Backend) -> tuple[list[float], dict[str, Tensor]]:
+        mesh = DeviceMesh(backend, (2, 2), ("data", "stage"))
+        model = layers()
+        stages = nn.Sequential(wrap(model[:2], mesh["data"]), wrap(model[2:], mesh["data"]))
+        pipeline = Pipeline(stages, mesh["stage"], PipelineParallelConfig(2, 2))
+        (mine,) = (module for module in pipeline.modules() if isinstance(module, wrap))
+        optimizer, norms = ShardedOptimizer(AdamW, mine, lr=0.02), []
+        for number in range(3):
+            inputs, targets = (rows_of(t, mesh["data"]) for t in vectors(8, seed=number))
+            optimizer.zero_grad()
+            pipeline.train_step(inputs, targets, loss_of)
+            norms.append(clip_grad_norm_(pipeline, 0.1).item())
+            optimizer.step()
+        return norms, whole_values(mine)
+
+    plain = layers()
+    optimizer, norms = AdamW(plain.parameters(), lr=0.02), []
+    for number in range(3):
+        optimizer.zero_grad()
+        loss_of(plain(vectors(8, seed=number)[0]), vectors(8, seed=number)[1]).backward()
+        norms.append(nn.utils.clip_grad_norm_(plain.parameters(), 0.1).item())
+        optimizer.step()
+    stages = [whole_values(plain[:2]), whole_values(plain[2:])]
+    for rank, (found, values) in enumerate(simulate(run, 4)):
+        assert found == pytest.approx(norms, rel=1e-4)
+        assert_close(values, stages[rank % 2], rtol=1e-4, atol=1e-5)
 
 
 # What is where --------------------------------------------------------------------------------
