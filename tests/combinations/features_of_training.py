@@ -299,6 +299,20 @@ class Adam(Feature):
         return [torch.optim.Adam(given, lr=0.1, eps=0.1)] if given else []
 
 
+@feature("ShardedOptimizer", "optimizers", tags="optimizer nonlinear", against="steps")
+class Sharded(Feature):
+    """Each rank steps on its share of the parameters: on whole ones, but for what layers cut."""
+
+    def lacks(self, way: Way) -> str:
+        return "" if way.averages and not way.pipeline else "it is for a DDP or an FSDP"
+
+    def make_optimizers(self, job: Job, inner: Inner, given: list[Any]) -> Any:
+        if job.alone or not given:
+            return [torch.optim.Adam(given, lr=0.1, eps=0.1)] if given else []
+        adam, model = torch.optim.Adam, job.model
+        return [phalanx.ShardedOptimizer(adam, model, groups=given, lr=0.1, eps=0.1)]
+
+
 @feature("several optimizers", "optimizers", tags="optimizer several", against="steps")
 class Several(Feature):
     def make_optimizers(self, job: Job, inner: Inner, given: list[Any]) -> Any:

@@ -18,12 +18,16 @@ from torch import Tensor, nn
 
 from phalanx import (
     DDP,
+    FSDP,
     Backend,
     DesyncError,
+    DeviceMesh,
     ErrorFeedback,
     GradScaler,
     LocalSGD,
     MisuseError,
+    Pipeline,
+    PipelineParallelConfig,
     ShardedOptimizer,
     TopK,
     UnsupportedOperationError,
@@ -133,6 +137,39 @@ def test_clipping_counts_each_gradient_once(ranks: int, norm_type: float) -> Non
     found = on_ranks(ranks, body)
     assert len({norm.item() for norm in found}) == 1
     torch.testing.assert_close(found[0].float(), expected)
+
+
+@pytest.mark.parametrize("wrap", [DDP, FSDP])
+def test_each_stage_of_a_pipeline_has_its_own_and_the_norm_is_that_of_all(wrap: Any) -> None:
+    def layers() -> nn.Module:
+        return seeded(lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 7), nn.Linear(7, 3)))
+
+    def run(backend: Backend) -> tuple[list[float], dict[str, Tensor]]:
+        mesh = DeviceMesh(backend, (2, 2), ("data", "stage"))
+        model = layers()
+        stages = nn.Sequential(wrap(model[:2], mesh["data"]), wrap(model[2:], mesh["data"]))
+        pipeline = Pipeline(stages, mesh["stage"], PipelineParallelConfig(2, 2))
+        (mine,) = (module for module in pipeline.modules() if isinstance(module, wrap))
+        optimizer, norms = ShardedOptimizer(AdamW, mine, lr=0.02), []
+        for number in range(3):
+            inputs, targets = (rows_of(t, mesh["data"]) for t in vectors(8, seed=number))
+            optimizer.zero_grad()
+            pipeline.train_step(inputs, targets, loss_of)
+            norms.append(clip_grad_norm_(pipeline, 0.1).item())
+            optimizer.step()
+        return norms, whole_values(mine)
+
+    plain = layers()
+    optimizer, norms = AdamW(plain.parameters(), lr=0.02), []
+    for number in range(3):
+        optimizer.zero_grad()
+        loss_of(plain(vectors(8, seed=number)[0]), vectors(8, seed=number)[1]).backward()
+        norms.append(nn.utils.clip_grad_norm_(plain.parameters(), 0.1).item())
+        optimizer.step()
+    stages = [whole_values(plain[:2]), whole_values(plain[2:])]
+    for rank, (found, values) in enumerate(simulate(run, 4)):
+        assert found == pytest.approx(norms, rel=1e-4)
+        assert_close(values, stages[rank % 2], rtol=1e-4, atol=1e-5)
 
 
 # What is where --------------------------------------------------------------------------------
@@ -396,33 +433,44 @@ def test_replicas_are_alike_when_they_are_compared() -> None:
     assert_same_bits(found)
 
 
-def test_ranks_without_a_batch_answer_and_step() -> None:
+@pytest.mark.parametrize("zeroes", ["before a batch", "after a step"])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_ranks_without_a_batch_answer_and_step(passes: int, zeroes: str) -> None:
+    """After each pass, or after two that add up."""
+
+    def loss(model: nn.Module, rank: int, number: int) -> Tensor:
+        inputs, targets = vectors(4 + rank, seed=10 * number + rank)
+        return loss_of(model(inputs), targets) * (4 + rank)
+
     def body(model: DDP, backend: Backend) -> dict[str, Tensor]:
-        (optimizer,) = optimizers(model, FACTORIES["AdamW"], sharded=True)
+        optimizer, done = ShardedOptimizer(SGD, model, lr=0.05, momentum=0.9), [0]
 
         def step() -> None:
-            optimizer.step()
-            optimizer.zero_grad()
+            done[0] += 1
+            if done[0] % passes == 0:
+                optimizer.step()
+                if zeroes == "after a step":
+                    optimizer.zero_grad()
 
         with model.join(step):
-            for number in range(1 + 2 * backend.rank):
-                inputs, targets = vectors(4 + backend.rank, seed=10 * number + backend.rank)
-                model.weighted(loss_of(model(inputs), targets), len(inputs)).backward()
+            for number in range(2 * (1 + backend.rank)):
+                if number % passes == 0 and zeroes == "before a batch":
+                    optimizer.zero_grad()
+                (loss(model, backend.rank, number) / 5).backward()
                 step()
         return whole_values(model)
 
     plain = mlp()
-    (optimizer,) = optimizers(plain, FACTORIES["AdamW"], sharded=False)
-    for number in range(5):
-        ranks = [rank for rank in range(3) if number < 1 + 2 * rank]
-        parts = [vectors(4 + rank, seed=10 * number + rank) for rank in ranks]
-        inputs, targets = (torch.cat(each) for each in zip(*parts, strict=True))
-        optimizer.zero_grad()
-        loss_of(plain(inputs), targets).backward()
-        optimizer.step()
+    optimizer = SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    for number in range(6):
+        ranks = [rank for rank in range(3) if number < 2 * (1 + rank)]
+        (sum(loss(plain, rank, number) for rank in ranks) / 5 / len(ranks)).backward()
+        if (number + 1) % passes == 0:
+            optimizer.step()
+            optimizer.zero_grad()
     found = on_ranks(3, body)
     assert_same_bits(found)
-    assert_close(found[0], whole_values(plain), rtol=1e-3, atol=1e-4)
+    assert_close(found[0], whole_values(plain), rtol=1e-4, atol=1e-5)
 
 
 def test_join_without_a_step_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -39,13 +40,14 @@ def trained(strategy: ShardingStrategy, factory: Make, **how: Any) -> Any:
     return body
 
 
-def trained_ddp(factory: Make, **how: Any) -> Any:
+@cache
+def with_ddp(factory: Make, ranks: int) -> dict[str, Tensor]:
     def body(model: nn.Module, backend: Backend) -> dict[str, Tensor]:
         ddp = DDP(model, backend, reproducible=True)
-        train(ddp, optimizers(ddp, factory, sharded=False), backend, **how)
+        train(ddp, optimizers(ddp, factory, sharded=False), backend)
         return whole_values(ddp)
 
-    return body
+    return on_ranks(COOPERATIVE, ranks, mlp, body)[0]
 
 
 @pytest.mark.checkered
@@ -56,8 +58,7 @@ def test_twenty_steps_give_the_bits_of_ddp(
     ranks: int, strategy: ShardingStrategy, factory: Make
 ) -> None:
     found = on_ranks(COOPERATIVE, ranks, mlp, trained(strategy, factory))
-    expected = on_ranks(COOPERATIVE, ranks, mlp, trained_ddp(factory))
-    assert_same_bits([*found, expected[0]])
+    assert_same_bits([*found, with_ddp(factory, ranks)])
 
 
 @pytest.mark.checkered
@@ -66,9 +67,9 @@ def test_twenty_steps_give_the_bits_of_ddp(
 def test_each_shard_group_of_a_hybrid_steps_alike(
     strategy: ShardingStrategy, factory: Make
 ) -> None:
-    found = on_ranks(COOPERATIVE, 4, mlp, trained(strategy, factory))
+    found = on_ranks(COOPERATIVE, 4, mlp, trained(strategy, factory, steps=6))
     assert_same_bits(found)
-    assert_close(found[0], plainly(factory), rtol=1e-3, atol=1e-4)
+    assert_close(found[0], plainly(factory, steps=6), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("where", [Tcp(), SharedMemory()], ids=str)

@@ -8,8 +8,8 @@
                rank 1: a b c, last half   step a           step b, c
                                           halves go back                            all to all
 
-Each is a context in which owners have whole parameters and gradients, and may write the former;
-after it all ranks have the new values. They block; every rank enters them.
+Each is a context in which owners have whole parameters and gradients, and write the former; after
+it all ranks have the new values. It blocks; every rank enters it.
 """
 
 from __future__ import annotations

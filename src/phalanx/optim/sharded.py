@@ -118,13 +118,13 @@ class ShardedOptimizer(Optimizer):
     def _admit(self, groups: Sequence[Options]) -> None:
         """Check groups, deal their parameters, and give this rank's to the inner optimizer."""
         names = {parameter: name for name, parameter in self._model.named_parameters()}
-        for group in groups:
-            for place, parameter in enumerate(group["params"]):
-                if parameter not in names:
-                    self._refuse(
-                        f"parameter {place} of a group (shape {list(parameter.shape)}) is not one "
-                        "of the model's: give those of the model, as it is after wrapping"
-                    )
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        for place, parameter in enumerate(parameters):
+            if parameter not in names:
+                self._refuse(
+                    f"parameter {place} (shape {list(parameter.shape)}) is not one of the model's: "
+                    "give those of the model, as it is after wrapping"
+                )
         tried = self._try(groups)
         lines = [type(tried).__name__]
         for group, known in zip(groups, tried.param_groups, strict=True):
@@ -134,8 +134,8 @@ class ShardedOptimizer(Optimizer):
             lines += [names[p] for p in group["params"]]
         remedy = "Give every rank the same optimizer, groups and options"
         check_agreement(lines, self._model.backend, op="ShardedOptimizer", remedy=remedy)
-        self._deal([parameter for group in groups for parameter in group["params"]])
-        with self._whole("ShardedOptimizer's parameters", self._owners, steps=False):
+        self._deal(parameters)
+        with self._whole("ShardedOptimizer's parameters", set(parameters), steps=False):
             parts = [self._part(group) for group in groups]
             if self.inner is None:
                 self.inner = self._factory(parts, **self._options)

@@ -331,10 +331,9 @@ class GradientAveraging(RequestExecutor):
         return self.begin(self.compressor.average_(named, self._member, self._feedback), label)
 
     def _begin_reduce(self, flat: Tensor, owner: int, label: str) -> PendingAverage:
-        backend, algorithm = self._backend, self._algorithm
+        backend, exact = self._backend, self._algorithm != "auto"
         self.bytes_sent += flat.nbytes if backend.rank != owner else 0
-        if algorithm == "auto":
-            algorithm = least_sent(backend, "tree")
+        algorithm = self._algorithm if exact else least_sent(backend, "tree")
         pending = async_reduce_(
             flat, backend, owner, ReduceOp.MEAN, algorithm=algorithm, label=label
         )

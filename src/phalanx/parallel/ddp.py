@@ -282,7 +282,7 @@ class DDP(AveragingWrapper):
     def bytes_sent(self) -> int:
         """Bytes of gradients that this rank has sent so far, as rings and direct messages send
         them: 2(p-1)/p of all-reduced ones, p-1 times the gathered ones, (p-1)/p of exchanged
-        ones. In shared memory ranks read them instead.
+        ones, all of those of other owners. In shared memory ranks read them instead.
         """
         return self._averaging.bytes_sent
 

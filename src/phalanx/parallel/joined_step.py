@@ -174,7 +174,7 @@ class AveragingWrapper(Wrapper):
                 JoinedStep(self, 0.0, 0).answer(join)
                 step()
                 continue
-            self.answer(phase, 0)
+            self.answer(phase, max(join.counts))
             if phase in (JoinPhase.BACKWARD, JoinPhase.CATCHING_UP):
                 step()
             if self.in_rounds and phase is JoinPhase.FORWARD:
@@ -427,7 +427,7 @@ class InStep:
         self._step = step
         self._number = number
 
-    def exchange(self, phase: JoinPhase) -> None:
+    def exchange(self, phase: JoinPhase, samples: float = 0.0, count: int = 0) -> None:
         """Begin a phase, of which the other ranks know."""
         self._step.check_turn()
         self.tell(phase, self._step.keeps if phase is JoinPhase.BACKWARD else 0)

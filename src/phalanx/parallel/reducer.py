@@ -133,7 +133,8 @@ class Reducer:
         in_pieces = self._finite is None and self._averaging.in_pieces
         owners = self._owned.rank_of if self._averaging.compressor is None else {}
         place = {p: at for at, p in enumerate(self._order)}
-        runs = batches((p for p in place if p in in_buckets), self._bucket_size, owners)
+        size = self._bucket_size // (self._backend.world_size if owners else 1)  # as many are open
+        runs = batches((p for p in place if p in in_buckets), size, owners)
         self._buckets = []
         for run in sorted(runs, key=lambda run: place[run[-1]]) if owners else runs:
             owner = owners.get(run[0])
@@ -207,6 +208,13 @@ class Reducer:
         # its hook begins. There is no reentrant checkpointing in it, for which that is too late.
         if not self._callback_queued:
             self._owned.begin_pass(self._unsynchronized)
+            join = self.join
+            ranks_left = isinstance(join, InStep) and len(join.active) < self._backend.world_size
+            if self._owned.earlier and ranks_left:
+                self._refuse(
+                    "a step() in join() adds to means that owners have, some of whom join() has "
+                    "left: call zero_grad() before it"
+                )
         if self.synchronize and not self._callback_queued and accumulates_everywhere():
             self._begin_pass(JoinPhase.BACKWARD)
         if not self.zero_weight:
@@ -224,7 +232,7 @@ class Reducer:
             self.unanswered = 0
             self._follow_freezing()
             if self.join is not None:
-                self.join.exchange(phase)
+                self.join.exchange(phase, count=int(bool(self._owned.earlier)))
             else:
                 check_no_step("DDP", self._backend)
 
@@ -309,9 +317,9 @@ class Reducer:
         drop   this rank's earlier gradients; else they are averaged as on the other ranks
         """
         self._follow_freezing()
-        self._owned.begin_pass(self._unsynchronized)
         for parameter in self._trained if drop else ():
-            parameter.grad = self._owned.earlier.get(parameter)
+            parameter.grad = None
+        self._owned.begin_pass(self._unsynchronized)
         for parameter in self._bucket_of:
             self._put(parameter)
         self._average(set(self._trained), phase)

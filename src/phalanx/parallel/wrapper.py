@@ -193,9 +193,10 @@ class Wrapper(nn.Module):
     def before_step(self, optimizer: Optimizer) -> None:
         """Take an optimizer's step as about to write parameters that this wrapper has claimed."""
         key = getattr(optimizer, "owner_key", None)
-        parameters = {p for group in optimizer.param_groups for p in group["params"]}
-        for name, parameter in self.named_parameters() if self.owners else ():
-            if parameter in parameters and self.owners.get(parameter, (0, key))[1] is not key:
+        groups = optimizer.param_groups if self.owners else ()
+        stepped = {p for group in groups for p in group["params"]} & self.owners.keys()
+        for name, parameter in self.named_parameters() if stepped else ():
+            if parameter in stepped and self.owners[parameter][1] is not key:
                 problem = f"{type(optimizer).__name__} steps on {name}, which belongs to another "
                 self._refuse(problem + "optimizer, a ShardedOptimizer: each parameter has one")
         self._count_passes()
