@@ -168,6 +168,7 @@ def ones(_: Any) -> Any:
 
 
 STEP = phalanx.parallel.joined_step.JoinedStep
+WRAPPER = phalanx.parallel.joined_step.AveragingWrapper
 DDP, SCALER, FEEDBACK = phalanx.DDP, phalanx.GradScaler, phalanx.ErrorFeedback
 GRADIENTS = phalanx.fsdp.gradients.FlatGradient
 FLAT = phalanx.fsdp.flat_param.FlatParameter
@@ -186,10 +187,10 @@ FAULTS = [
     for row in (
         ("rank 0's parameters are not sent", "DDP", "plain", DDP, "broadcast_parameters", nothing),
         ("a buffer is not sent", "DDP", "buffers", DDP, "_broadcast_buffers", nothing),
-        ("what was accumulated counts twice", "DDP", "no_sync", DDP, "no_sync", counts_twice),
+        ("what was accumulated counts twice", "DDP", "no_sync", WRAPPER, "no_sync", counts_twice),
         ("a batch's size does not count", "DDP", "weighted", DDP, "weighted", unweighted),
         ("a step counts its micro-batches alike", "FULL_SHARD", "step", STEP, "_checked", ones),
-        ("ranks without a batch count", "DDP", "join", DDP, "join", of_all_ranks),
+        ("ranks without a batch count", "DDP", "join", WRAPPER, "join", of_all_ranks),
         ("a residual is dropped", "DDP", "TopK", FEEDBACK, "store_residual", nothing),
         (
             "a residual is dropped on the way to a shard",
