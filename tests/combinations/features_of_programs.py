@@ -310,6 +310,8 @@ class Spawned(Workers):
 
     @override
     def context(self, job: Job) -> BaseContext:
+        if job.backend.rank:  # one that imports torch anew is enough: it takes seconds
+            return super().context(job)
         return multiprocessing.get_context("spawn")
 
 
