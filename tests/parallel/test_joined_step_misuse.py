@@ -378,3 +378,16 @@ def test_join_in_a_step_is_refused(wrap: Wrapping):
             pass
 
     told(errors_of(wrap, do), "inside step()")
+
+
+@few
+def test_an_error_of_the_leader_in_a_step_is_told_to_ranks_that_follow_it(wrap: Wrapping) -> None:
+    def do(model: Any, backend: Backend) -> None:
+        with model.step(3.0 * (backend.rank == 0), micro_batches=int(backend.rank == 0)):
+            if backend.rank == 0:
+                raise ArithmeticError("a bad batch")
+
+    first, second = errors_of(wrap, do)
+    assert isinstance(first, ArithmeticError)
+    assert isinstance(second, MisuseError)
+    assert "rank 0, which this one follows, has left step() by an error" in str(second)

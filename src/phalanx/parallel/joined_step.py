@@ -15,7 +15,7 @@ each other in one pass only, and FSDP's in all.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import inf, isfinite, nan
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from phalanx.collectives import all_reduce_, recv, send
 from phalanx.core.backend import Backend
-from phalanx.errors import MisuseError
+from phalanx.errors import DistributedError, MisuseError
 from phalanx.parallel.averaging import RowGradient
 from phalanx.parallel.guards import refuse
 from phalanx.parallel.uneven import OPEN_STEPS, Join, JoinPhase, NothingCounts, check_joinable
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 TAG = 0x57E9  # of the leader's messages
+FAILED = -1  # in place of a wrapper's number: the leader has left the step
 
 
 class Passes(Protocol):
@@ -373,6 +374,9 @@ class JoinedStep(MicroBatches):
         try:
             if error is None:
                 self._finish()
+            elif self._backend.rank == self.leader:
+                with suppress(DistributedError):
+                    tell(self._short, self._backend, JoinPhase.OVER, FAILED)
         finally:
             self._close()
 
@@ -476,6 +480,10 @@ def follow(
     while True:
         recv(told, wrappers[0].backend, leader, tag=TAG)
         number, phase, group = told.tolist()
+        if number == FAILED:
+            who, rank = type(wrappers[0]).__name__, wrappers[0].backend.rank
+            problem = f"rank {leader}, which this one follows, has left step() by an error"
+            refuse(who, rank, problem, peer=leader)
         if phase == JoinPhase.OVER:
             return
         wrappers[number].answer(JoinPhase(phase), group)
