@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import format_stack
 from typing import Any
 
 import torch
@@ -63,7 +64,9 @@ class Place:
         thread.start()
         thread.join(patience_for(features))
         if not found:
-            raise TimeoutError(f"no end after {patience_for(features):g} s")
+            stacks = ["".join(format_stack(f, limit=12)) for f in sys._current_frames().values()]
+            waits = "\n\n".join(stacks)
+            raise TimeoutError(f"no end after {patience_for(features):g} s; threads:\n{waits}")
         if isinstance(found[0], BaseException):
             raise found[0]
         return list(found[0])
