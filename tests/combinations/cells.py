@@ -177,7 +177,8 @@ def judge(way: Way, features: Sequence[Feature], outcomes: Sequence[Outcome]) ->
 def _no_error_but(way: Way, features: Sequence[Feature], outcomes: Sequence[Outcome]) -> str:
     """Return in what ranks without an error differ from one process, or ""."""
     with ExitStack() as stack:
-        if DONATED in str(_error_alone(way, features)):
+        exact = {False, any(one.rounds for one in features)}  # one process in doubles, too
+        if any(DONATED in str(_error_alone(way, features, exact=each)) for each in exact):
             # Whether a graph has such memory depends on all of it, and ranks have other graphs. So
             # one process goes without, as torch's words say.
             alone.cache_clear()
@@ -209,10 +210,10 @@ def _refused(way: Way, features: Sequence[Feature], outcomes: Sequence[Outcome])
     return Verdict(REFUSED, re.sub(r"^(rank \d+: )+", "", first.text))
 
 
-def _error_alone(way: Way, features: Sequence[Feature]) -> Exception | None:
+def _error_alone(way: Way, features: Sequence[Feature], *, exact: bool = False) -> Exception | None:
     """The error that the program raises in one process, if it raises one."""
     try:
-        alone(way, tuple(features))
+        alone(way, tuple(features), exact=exact)
     except Exception as error:
         return error
     return None
