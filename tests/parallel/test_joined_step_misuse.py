@@ -391,3 +391,28 @@ def test_an_error_of_the_leader_in_a_step_is_told_to_ranks_that_follow_it(wrap: 
     assert isinstance(first, ArithmeticError)
     assert isinstance(second, MisuseError)
     assert "rank 0, which this one follows, has left step() by an error" in str(second)
+
+
+@few
+def test_a_step_in_which_every_rank_has_failed_leaves_nothing_for_the_next_one(
+    wrap: Wrapping,
+) -> None:
+    """The leader's words of it, which nobody has heard, are not those of the next step."""
+    split = [[2, 1], [1]]
+
+    def body(model: nn.Module, backend: Backend) -> Any:
+        wrapped = wrap(model, backend)
+        for failing in (True, False):
+            try:
+                with wrapped.step(sum(split[backend.rank]), micro_batches=2 - backend.rank) as step:
+                    for place, rows in enumerate(split[backend.rank]):
+                        x, y = batch(backend.rank, place, rows)
+                        if failing:
+                            raise ArithmeticError("a bad batch")
+                        step.backward(sum_of_losses(wrapped(x), y))
+            except ArithmeticError:
+                wrapped.zero_grad()
+        return step.loss
+
+    first, second = wrap.on_ranks(2, build, body)
+    assert first == second

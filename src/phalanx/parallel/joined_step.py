@@ -28,7 +28,14 @@ from phalanx.core.backend import Backend
 from phalanx.errors import DistributedError, MisuseError
 from phalanx.parallel.averaging import RowGradient
 from phalanx.parallel.guards import refuse
-from phalanx.parallel.uneven import OPEN_STEPS, Join, JoinPhase, NothingCounts, check_joinable
+from phalanx.parallel.uneven import (
+    OPEN_STEPS,
+    Join,
+    JoinPhase,
+    NothingCounts,
+    check_joinable,
+    headers,
+)
 from phalanx.parallel.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -469,19 +476,21 @@ def tell(
 ) -> None:
     """Tell ranks that follow this one about a phase of a wrapper, and of a group of its."""
     for rank in ranks:
-        send(torch.tensor([wrapper, phase, group]), backend, rank, tag=TAG)
+        send(torch.tensor([headers(backend), wrapper, phase, group]), backend, rank, tag=TAG)
 
 
 def follow(
     wrappers: Sequence[AveragingWrapper], leader: int, after: Callable[[], object] | None = None
 ) -> None:
     """Do as the leader tells until it is through. `after` is called after each averaging pass."""
-    told = torch.empty(3, dtype=torch.int64)
+    backend, told = wrappers[0].backend, torch.empty(4, dtype=torch.int64)
     while True:
-        recv(told, wrappers[0].backend, leader, tag=TAG)
-        number, phase, group = told.tolist()
+        recv(told, backend, leader, tag=TAG)
+        header, number, phase, group = told.tolist()
+        if header != headers(backend):  # of a step that this rank has left by an error of its own
+            continue
         if number == FAILED:
-            who, rank = type(wrappers[0]).__name__, wrappers[0].backend.rank
+            who, rank = type(wrappers[0]).__name__, backend.rank
             problem = f"rank {leader}, which this one follows, has left step() by an error"
             refuse(who, rank, problem, peer=leader)
         if phase == JoinPhase.OVER:

@@ -55,6 +55,14 @@ OPEN_STEPS: WeakKeyDictionary[Backend, object] = WeakKeyDictionary()
 """The step under way on a backend: wrappers that are not in it do not average meanwhile."""
 
 
+_HEADERS: WeakKeyDictionary[Backend, int] = WeakKeyDictionary()
+
+
+def headers(backend: Backend) -> int:
+    """Return the number of headers that its ranks have exchanged: the same on all of them."""
+    return _HEADERS.get(backend, 0)
+
+
 def check_no_step(who: str, backend: Backend) -> None:
     """Raise `MisuseError` if a step is under way on this backend, of another wrapper."""
     if OPEN_STEPS and backend in OPEN_STEPS:
@@ -158,6 +166,7 @@ class Join:
                 raise
         row = torch.tensor([[count * _PHASES + phase, samples]], dtype=torch.float64)
         rows = all_gather(row, backend, label=f"{self._who}: next").tolist()
+        _HEADERS[backend] = headers(backend) + 1
         phases = [JoinPhase(int(row[0]) % _PHASES) for row in rows]
         active = [rank for rank, theirs in enumerate(phases) if theirs is not JoinPhase.OVER]
         if not active:
