@@ -443,8 +443,9 @@ class FsdpRuntime:
         try:
             for group in groups:
                 self._reduce(group)
-            if self.join is not None:
-                self.join.tell(JoinPhase.FINISH, has_gradients(self._parameters))
+            if (join := self.join) is not None:  # those who are not active ask, nobody else
+                some_left = len(join.active) < self.plan.world.world_size
+                join.tell(JoinPhase.FINISH, some_left and has_gradients(self._parameters))
             for gradient in self.gradients:
                 gradient.finish()
             self.under_way = ()

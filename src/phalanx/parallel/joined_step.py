@@ -331,8 +331,8 @@ class JoinedStep(MicroBatches):
         self._short = [r for r, count in enumerate(counts) if count < needed]
         self._passes = [each.passes for each in self._all]
         self._before = [each.join for each in self._passes]
-        for number, each in enumerate(self._all):
-            each.passes.join = InStep(self, number, self._active)
+        for number, each in enumerate(self._passes):
+            each.join = InStep(self, number, self._active)
         if not agreed.samples[rank] and counts[rank]:  # no NaN of this rank may reach the others
             leaves: list[Any] = [leaf for each in self._all for leaf in each.leaves]
             self._hooks = [p.register_hook(torch.zeros_like) for p in leaves if p.requires_grad]
@@ -344,7 +344,7 @@ class JoinedStep(MicroBatches):
     def backward(self, loss: Tensor, **options: Any) -> None:
         if self._in_backward:
             self._fail("a backward pass of this step has failed: begin anew after zero_grad()")
-        if any(each.passes.synchronize is not self._last for each in self._all):
+        if any(each.synchronize is not self._last for each in self._passes):
             self._fail("no_sync() inside step(), which accumulates by itself")
         if not self._done and len(self._active) < self._backend.world_size:
             self.keeps = has_gradients(self._wrapper.parameters())
@@ -359,8 +359,8 @@ class JoinedStep(MicroBatches):
         return self._done + 1 == (self._rounds if self._in_rounds else self._count)
 
     def _synchronize(self) -> None:
-        for each in self._all:
-            each.passes.synchronize = self._last
+        for each in self._passes:
+            each.synchronize = self._last
 
     def check_turn(self) -> None:
         """Refuse a pass by a rank that is through, and has to follow the others."""
@@ -394,7 +394,7 @@ class JoinedStep(MicroBatches):
         if rank == self.leader:
             tell(self._short, self._backend, JoinPhase.OVER)
         self._average_rest()
-        if any(each.passes.owes for each in self._all):
+        if any(each.owes for each in self._passes):
             self._fail("the last micro-batch's loss does not depend on the model: nothing averaged")
         self.loss = (
             float(all_reduce_(total, self._backend, label="the loss of a step")) / self.weight
@@ -407,8 +407,8 @@ class JoinedStep(MicroBatches):
         OPEN_STEPS.pop(self._backend, None)
         for hook in self._hooks:
             hook.remove()
-        for each, before in zip(self._all, self._before, strict=True):
-            each.passes.join, each.passes.synchronize = before, True
+        for each, before in zip(self._passes, self._before, strict=True):
+            each.join, each.synchronize = before, True
 
     def answer(self, agreed: Join) -> None:
         """Take part in the step of other ranks, on one whose batches are over."""

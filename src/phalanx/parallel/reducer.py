@@ -279,14 +279,15 @@ class Reducer:
                 "those of nn.Embedding and EmbeddingBag(sparse=True) are averaged (sparse=False)",
                 UnsupportedOperationError,
             )
-        if not self._owned.knows_mean_in(parameter):
+        if self._owned.rank_of and not self._owned.knows_mean_in(parameter):
             self._refuse(
                 f"a backward pass not through the model's outputs adds to the mean of "
                 f"{self._names[parameter]}, which its owner alone has: call zero_grad() before it"
             )
         bucket.put(parameter)
-        divisor = self.join.divisor if self.join is not None else self._backend.world_size
-        self._owned.add_earlier_(parameter, bucket.views[parameter], divisor)
+        if self._owned.earlier:
+            divisor = self.join.divisor if self.join is not None else self._backend.world_size
+            self._owned.add_earlier_(parameter, bucket.views[parameter], divisor)
         bucket.pending.discard(parameter)
         while (number := len(self._started)) < len(self._buckets):
             bucket = self._buckets[number]
