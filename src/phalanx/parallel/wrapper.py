@@ -120,10 +120,13 @@ class Wrapper(nn.Module):
         states of all ranks can be joined. Here the compressor's state:
         `compression@<rank>/<ranks>.<key>`; of `<replicas>x<shards>` ranks with FSDP's `hybrid`.
         """
-        if self.compression is None:
+        compression = self.compression
+        if compression is None:
             return {}
-        self._count_passes()
-        return own_state(self.compression, self.backend, self._sharding)
+        if compression.waits_for_step:  # in a copy the passes count: a step may yet be skipped
+            compression = deepcopy(compression)
+            compression.commit()
+        return own_state(compression, self.backend, self._sharding)
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Go on from the joined `own_state` of all ranks that there were, of any number, and of any
@@ -199,7 +202,8 @@ class Wrapper(nn.Module):
             if parameter in stepped and self.owners[parameter][1] is not key:
                 problem = f"{type(optimizer).__name__} steps on {name}, which belongs to another "
                 self._refuse(problem + "optimizer, a ShardedOptimizer: each parameter has one")
-        self._count_passes()
+        if self.compression is not None and self.compression.waits_for_step:
+            self.compression.commit()
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Take the optimizer's step as done."""
@@ -208,10 +212,6 @@ class Wrapper(nn.Module):
         """Take the optimizer's step as skipped by `GradScaler`, on all ranks."""
         if self.compression is not None:
             self.compression.rollback()
-
-    def _count_passes(self) -> None:
-        if self.compression is not None and self.compression.waits_for_step:
-            self.compression.commit()
 
     def _check_compression(self, compression: Compressor | None) -> None:
         """Raise unless this can compress the gradients of all parameters that are trained."""
