@@ -12,7 +12,6 @@ import re
 import tempfile
 import traceback
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -23,13 +22,11 @@ from expected import refusal_of
 from feature import Feature
 from job import Job, Note, State
 from torch import Tensor
-from torch._functorch import config as functorch_config
 from wrappers import EVERY, Way, outer
 
 import phalanx
 
 RIGHT, REFUSED, WRONG = "right", "refused", "wrong"
-DONATED = "compiled with non-empty donated buffers"  # memory that a backward pass takes over
 
 
 class Verdict(NamedTuple):
@@ -176,17 +173,9 @@ def judge(way: Way, features: Sequence[Feature], outcomes: Sequence[Outcome]) ->
 
 def _no_error_but(way: Way, features: Sequence[Feature], outcomes: Sequence[Outcome]) -> str:
     """Return in what ranks without an error differ from one process, or ""."""
-    with ExitStack() as stack:
-        exact = {False, any(one.rounds for one in features)}  # one process in doubles, too
-        if any(DONATED in str(_error_alone(way, features, exact=each)) for each in exact):
-            # Whether a graph has such memory depends on all of it, and ranks have other graphs. So
-            # one process goes without, as torch's words say.
-            alone.cache_clear()
-            stack.callback(alone.cache_clear)
-            stack.enter_context(functorch_config.patch(donated_buffer=False))
-        if (error := _error_alone(way, features)) is not None:
-            return f"one process raises {error!r}, and no rank: does torch refuse it?"
-        return _differs(features, outcomes, alone(way, tuple(features)), way)
+    if (error := _error_alone(way, features)) is not None:
+        return f"one process raises {error!r}, and no rank: does torch refuse it?"
+    return _differs(features, outcomes, alone(way, tuple(features)), way)
 
 
 def _refused(way: Way, features: Sequence[Feature], outcomes: Sequence[Outcome]) -> Verdict:
@@ -210,10 +199,10 @@ def _refused(way: Way, features: Sequence[Feature], outcomes: Sequence[Outcome])
     return Verdict(REFUSED, re.sub(r"^(rank \d+: )+", "", first.text))
 
 
-def _error_alone(way: Way, features: Sequence[Feature], *, exact: bool = False) -> Exception | None:
+def _error_alone(way: Way, features: Sequence[Feature]) -> Exception | None:
     """The error that the program raises in one process, if it raises one."""
     try:
-        alone(way, tuple(features), exact=exact)
+        alone(way, tuple(features))
     except Exception as error:
         return error
     return None

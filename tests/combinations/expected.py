@@ -51,15 +51,6 @@ REFUSED = [
         beside="unused parameters",
         always=False,
     ),
-    # torch's words: memory that a compiled backward pass takes over is not there for a second one.
-    # Layers are compiled one by one, and so may have such memory where a whole model has none.
-    Refusal(
-        FSDP,
-        "backward(retain_graph=True)",
-        "requires create_graph=False and retain_graph=False",
-        beside="torch.compile",
-        always=False,
-    ),
     # torch's own words, as of fully_shard: shards are in no graph.
     Refusal(FSDP, "autograd.grad for parameters", "appears to not have been used in the graph"),
     Refusal(FSDP, "unused on one rank", "pass a unit= around it that every rank calls", ends=True),
@@ -77,7 +68,7 @@ REFUSED = [
     Refusal("ZB-H1?x?FULL_SHARD", "shared parameters", "is in another FSDP already"),
 ]
 
-CREATE_GRAPH, LAYER_COMPILED = "backward(create_graph=True)", "Module.compile of a layer"
+LAYER_COMPILED = "Module.compile of a layer"
 
 # Features that torch does not take together in one process, and a part of its words.
 TORCH_REFUSES: dict[frozenset[str], str] = {
@@ -87,9 +78,6 @@ TORCH_REFUSES: dict[frozenset[str], str] = {
     frozenset(("gradient penalty", "torch.compile")): "double backward",
     frozenset(("gradient penalty", LAYER_COMPILED)): "double backward",
     frozenset(("autograd.grad for parameters", "torch.compile")): "double backward",
-    frozenset(("weighted", CREATE_GRAPH, "torch.compile")): "requires create_graph=False",
-    frozenset(("weighted", CREATE_GRAPH, LAYER_COMPILED)): "requires create_graph=False",
-    frozenset((CREATE_GRAPH, "autograd.grad for the input", LAYER_COMPILED)): "create_graph=False",
 }
 
 # In torch 2.11 a layer that was compiled while it was frozen may get no gradient when it is trained

@@ -13,6 +13,7 @@ from feature import PIPELINE, Feature, Inner, feature
 from job import STEPS, Job
 from models import Overflows
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from wrappers import Way
 
 import phalanx
@@ -259,8 +260,19 @@ class ParameterGradient(Feature):
         return loss + 0.1 * sum(g.square().sum() for g in found)  # type: ignore[no-any-return]
 
 
+class KeepsGraph(Feature):
+    """Goes back through a graph that is kept.
+
+    A compiled graph may then have no memory that the backward pass takes over ("donated buffers"),
+    as torch's words say. Whether it has some depends on all of it, and ranks have other graphs.
+    """
+
+    def training(self, job: Job) -> Any:
+        return functorch_config.patch(donated_buffer=False)
+
+
 @feature("backward(create_graph=True)", "gradients", tags="backward")
-class CreateGraph(Feature):
+class CreateGraph(KeepsGraph):
     def lacks(self, way: Way) -> str:
         return PIPELINE if way.pipeline else ""
 
@@ -274,7 +286,7 @@ class CreateGraph(Feature):
 
 
 @feature("backward(retain_graph=True)", "gradients", tags="backward once")
-class RetainGraph(Feature):
+class RetainGraph(KeepsGraph):
     """The same loss goes back twice."""
 
     def prepare(self, job: Job) -> None:

@@ -5,6 +5,7 @@ Processes are started once, and run one cell after the other, each in a group of
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import multiprocessing
 import os
@@ -18,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from traceback import format_stack
 from typing import Any
 
 import torch
@@ -64,9 +64,8 @@ class Place:
         thread.start()
         thread.join(patience_for(features))
         if not found:
-            stacks = ["".join(format_stack(f, limit=12)) for f in sys._current_frames().values()]
-            waits = "\n\n".join(stacks)
-            raise TimeoutError(f"no end after {patience_for(features):g} s; threads:\n{waits}")
+            faulthandler.dump_traceback()  # where its threads are, which this process keeps
+            raise TimeoutError(f"no end after {patience_for(features):g} s")
         if isinstance(found[0], BaseException):
             raise found[0]
         return list(found[0])

@@ -36,8 +36,12 @@ PLACES = ["simulated", "shm", "tcp"]
 EVERY = 120  # seconds between lines that say how far it is, where there is no terminal
 
 
-def smallest(place: Place, way: Way, chosen: tuple[Feature, ...]) -> tuple[Feature, ...]:
-    """Of a cell that is wrong, the fewest features that are."""
+def smallest(
+    place: Place, way: Way, chosen: tuple[Feature, ...], verdict: Verdict
+) -> tuple[Feature, ...]:
+    """Of a cell that is wrong, the fewest features that are; not of one that has no end."""
+    if verdict.words.startswith("TimeoutError"):
+        return chosen
     for count in (1, 2):
         for some in combinations(chosen, count):
             if len(some) < len(chosen) and place.run(way, some).status == WRONG:
@@ -60,7 +64,7 @@ def run(place: Place, cells: Sequence[Cell], what: str, *, verbose: bool) -> dic
         verdict = found[way, chosen] = place.run(way, chosen)
         names = " x ".join([way.name, *map(str, chosen)])
         if verdict.status == WRONG and len(chosen) > 1:
-            fewer = smallest(place, way, chosen)
+            fewer = smallest(place, way, chosen, verdict)
             if (way, fewer) in known:
                 continue
             known.add((way, fewer))
