@@ -50,7 +50,7 @@ BUDGETS = {  # of each package: lines, files
     ".": (919, 6),  # the package's own files
     "aggregation": (1_817, 7),
     "checkpoint": (3_596, 14),
-    "cli": (1_085, 7),
+    "cli": (1_095, 7),
     "collectives": (5_195, 24),
     "compression": (1_770, 7),
     "core": (5_445, 21),
@@ -58,7 +58,7 @@ BUDGETS = {  # of each package: lines, files
     "launch": (4_120, 21),
     "native": (2_305, 8),
     "ops": (730, 3),  # without its packages
-    "ops.bench": (1_965, 7),
+    "ops.bench": (2_065, 7),
     "ops.clusters": (870, 5),
     "ops.interop": (925, 4),
     "ops.observe": (3_930, 19),

@@ -55,6 +55,14 @@ Width = Annotated[
         help="Of the layers of a training step.", show_default="1024 for ddp, 2048 for fsdp"
     ),
 ]
+OptimizerName = Annotated[
+    str,
+    typer.Option(
+        "--optimizer",
+        help="Of a training step: sgd, adamw, adafactor. With --algorithms all, ddp is also timed "
+        "in DDP.step, and sharded, with a ShardedOptimizer.",
+    ),
+]
 Beside = Annotated[
     int,
     typer.Option(
@@ -98,6 +106,7 @@ def bench_command(
     machine: Machine = True,
     baseline: Annotated[str, typer.Option(help="Which the others are compared with.")] = "gloo",
     width: Width = 0,
+    optimizer: OptimizerName = "sgd",
     threads: Annotated[int, typer.Option(help="Threads of torch in each rank.")] = 1,
     beside: Beside = 0,
     back_to_back: BackToBack = False,

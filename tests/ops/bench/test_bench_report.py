@@ -97,6 +97,13 @@ def test_a_training_step_is_compared_with_the_same_step_alone() -> None:
     assert row_of(made, "tcp")[5:7] == ["1.15", "1.57"]
 
 
+def test_the_time_of_an_optimizer_has_a_column_where_it_was_taken() -> None:
+    step = {"operation": "ddp", "size": 0, "optimizer": 5e-6}
+    made = report(line(Entry("tcp", algorithm="sharded"), 100, **step))  # type: ignore[arg-type]
+    assert row_of(made, "tcp sharded")[5] == "5.0"
+    assert json.loads(as_json(made))["lines"][0]["optimizer_us"] == pytest.approx(5)
+
+
 def test_steps_are_compared_round_by_round_since_a_busy_moment_meets_all_alike() -> None:
     step = {"operation": "fsdp", "size": 0}
     alone = line(Entry("alone"), 100, 300, 100, **step)  # type: ignore[arg-type]

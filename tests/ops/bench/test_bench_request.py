@@ -83,6 +83,7 @@ def test_unusual_circumstances_are_said_in_titles() -> None:
         ({"backends": "tcp,glue"}, "no backend 'glue'; there are: shm"),
         ({"memory": "virtual"}, "no kind of memory 'virtual'"),
         ({"algorithms": "ring,rang"}, "no algorithm 'rang'; there are: auto"),
+        ({"optimizer": "adam"}, "no optimizer 'adam'; there are: sgd, adamw, adafactor"),
         ({"backends": ","}, "names nothing"),
         ({"rounds": 0}, "--rounds 0"),
         ({"seconds": 0.0}, "--seconds 0"),

@@ -12,6 +12,8 @@ import phalanx
 from phalanx import DDP, Backend
 from phalanx.ops.bench.operations import (
     OPERATIONS,
+    OPTIMIZERS,
+    STEPS,
     TASKS,
     TrainedModel,
     TrainingStep,
@@ -80,6 +82,34 @@ def test_steps_are_what_one_process_gets_in_every_round(
     assert phalanx.simulate(rank, size) == [0] * size
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("way", ["auto", *STEPS])
+def test_every_way_to_step_is_what_one_process_gets_with_every_optimizer(
+    way: str, optimizer: str
+) -> None:
+    def rank(backend: Backend) -> tuple[int, int]:
+        context = RankContext(backend, "", 20.0, WIDTH, optimizer)
+        call = Phalanx(backend.subgroup(range(2)), context).prepare(
+            OPERATIONS["ddp"], 0, algorithm=way
+        )
+        assert time_rounds({"it": call}, context, rounds=2, seconds=1e-6) == {}
+        return call.wrong, len(call.optimizer)
+
+    assert phalanx.simulate(rank, 2) == [(0, 1)] * 2
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_another_optimizer_shows(optimizer: str) -> None:
+    def by_sgd(model: nn.Module) -> TrainedModel:
+        sgd = OPTIMIZERS["sgd"](model.parameters())
+        return replicated(model)._replace(optimizer=lambda factory: sgd)
+
+    step = TrainingStep(task_of("ddp", WIDTH, optimizer), by_sgd, rank=0, ranks=range(1))
+    step.load()
+    step.call()
+    assert step.count_wrong(1) > PARAMETERS / 4
+
+
 def test_the_right_number_of_steps_is_right() -> None:
     assert wrong_on_ranks(together, calls=3) == [0, 0]
 
@@ -132,8 +162,9 @@ def test_a_rank_by_itself_is_right_for_its_own_samples_only() -> None:
     assert other.count_wrong(1) > PARAMETERS / 4
 
 
-def test_a_stretch_begins_with_the_same_weights() -> None:
-    step = TrainingStep(task_of("ddp", WIDTH), replicated, rank=0, ranks=range(1))
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_stretch_begins_with_the_same_weights_and_a_new_optimizer(optimizer: str) -> None:
+    step = TrainingStep(task_of("ddp", WIDTH, optimizer), replicated, rank=0, ranks=range(1))
     for _ in range(3):
         step.load()
         step.call()
@@ -144,4 +175,6 @@ def test_tasks_are_those_of_the_readme_unless_another_width_is_requested() -> No
     assert {"ddp": TrainingTask(1024, 6, 32), "fsdp": TrainingTask(2048, 4, 16)} == TASKS
     assert task_of("fsdp", 0) == TASKS["fsdp"]
     assert task_of("fsdp", 8) == TrainingTask(8, 4, 16)
+    assert task_of("ddp", 8, "adamw") == TrainingTask(8, 6, 32, "adamw")
     assert str(TASKS["fsdp"]) == "4 layers of 2048 x 2048, 16 samples on each rank"
+    assert str(task_of("fsdp", 8, "adamw")).endswith("16 samples on each rank, adamw")

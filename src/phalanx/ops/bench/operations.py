@@ -13,11 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from time import perf_counter
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 PERIOD = 13
 
@@ -243,6 +246,7 @@ class PreparedCall:
 
     Found by `time_rounds`:
 
+    optimizer    seconds that the optimizer took by itself, of each training step
     filled       whether `source` is written; other calls may write to the same memory
     calls        in a round
     seconds      of a call, in each round that counts, on the slowest rank
@@ -261,6 +265,7 @@ class PreparedCall:
     store: Callable[[], object] = lambda: None
     count_wrong: Callable[[int], int] = lambda calls: 0
     is_checked: bool = True
+    optimizer: list[float] = field(default_factory=list)
     filled: bool = False
     calls: int = 1
     seconds: list[float] = field(default_factory=list)
@@ -279,20 +284,34 @@ class PreparedCall:
 #     ddp    6 of 1024 x 1024    32                  phalanx.DDP    DistributedDataParallel
 #     fsdp   4 of 2048 x 2048    16                  phalanx.FSDP   fully_shard (FSDP2)
 #
-# Linear layers with ReLU between them, float32, plain SGD. `alone` is the same step without any
-# communication, on all ranks at the same time.
+# Linear layers with ReLU between them, float32. `alone` is the same step without any communication,
+# on all ranks at the same time.
 
-_RATE = 0.5
+Factory = Callable[..., Optimizer]
+"""Makes an optimizer of parameters."""
+OPTIMIZERS: Mapping[str, Factory] = MappingProxyType(
+    {
+        "sgd": partial(torch.optim.SGD, lr=0.5),
+        "adamw": partial(torch.optim.AdamW, lr=1e-3),
+        "adafactor": partial(torch.optim.Adafactor, lr=1e-2),
+    }
+)
+STEPS = ("step", "sharded")
+"""Ways to train with `phalanx.DDP` beside the plain one, requested as algorithms: in `DDP.step`,
+and with a `ShardedOptimizer`."""
 _TOLERANCE = 0.01
 """Of what training has changed, per tensor: rounding is a hundredth of it."""
 
 
 class TrainingTask(NamedTuple):
-    """A training task: `depth` layers of `width` x `width`, `batch` samples on each rank."""
+    """A training task: `depth` layers of `width` x `width`, `batch` samples on each rank, and one
+    of `OPTIMIZERS`.
+    """
 
     width: int
     depth: int
     batch: int
+    optimizer: str = "sgd"
 
     def make_model(self) -> nn.Module:
         """Return the plain model, the same on every rank."""
@@ -313,9 +332,10 @@ class TrainingTask(NamedTuple):
         return inputs, targets
 
     def __str__(self) -> str:
-        return (
+        text = (
             f"{self.depth} layers of {self.width} x {self.width}, {self.batch} samples on each rank"
         )
+        return text if self.optimizer == "sgd" else f"{text}, {self.optimizer}"
 
 
 TASKS: Mapping[str, TrainingTask] = MappingProxyType(
@@ -323,9 +343,9 @@ TASKS: Mapping[str, TrainingTask] = MappingProxyType(
 )
 
 
-def task_of(operation: str, width: int) -> TrainingTask:
-    """Return the task, with layers of another width unless that is 0."""
-    task = TASKS[operation]
+def task_of(operation: str, width: int, optimizer: str = "sgd") -> TrainingTask:
+    """Return the task with this optimizer, and with layers of another width unless that is 0."""
+    task = TASKS[operation]._replace(optimizer=optimizer)
     return task._replace(width=width) if width else task
 
 
@@ -333,19 +353,27 @@ Tensors = dict[str, Tensor]
 """All parameters, whole, by the names of the plain model."""
 
 
+def _backward(loss: Callable[[], Tensor]) -> None:
+    loss().backward()  # type: ignore[no-untyped-call]
+
+
 class TrainedModel(NamedTuple):
     """A model that trains on this rank, with any library. Every rank calls the functions.
 
-    model     is called with this rank's samples; the optimizer steps its parameters
-    whole     returns the parameters
-    restore   gives the parameters their former values
-    average   runs between the backward pass and the optimizer's step
+    model      is called with this rank's samples
+    whole      returns the parameters
+    restore    gives the parameters their former values
+    average    runs between the backward pass and the optimizer's step
+    passes     runs the forward pass, which returns the mean over this rank's samples, and backward
+    optimizer  makes the optimizer from its factory; None: of the model's parameters
     """
 
     model: nn.Module
     whole: Callable[[], Tensors]
     restore: Callable[[Tensors], object]
     average: Callable[[], object] = lambda: None
+    passes: Callable[[Callable[[], Tensor]], object] = _backward
+    optimizer: Callable[[Factory], Optimizer] | None = None
 
 
 Wrap = Callable[[nn.Module], TrainedModel]
@@ -363,7 +391,8 @@ class TrainingStep:
 
     A stretch of steps begins with the same weights each time. The weights after it are compared
     with those of one process with the samples of all `ranks`, whose gradients count; this one is
-    `rank`.
+    `rank`. `optimizer_seconds` has what the optimizer's own step took in each step: with a
+    `ShardedOptimizer`, without the messages.
     """
 
     def __init__(self, task: TrainingTask, wrap: Wrap, *, rank: int, ranks: range) -> None:
@@ -371,7 +400,11 @@ class TrainingStep:
         self._trained = wrap(task.make_model())
         self._start: Tensors = {}
         self._expected: dict[int, Tensors] = {}
-        self.call = _stepper(self._trained, *task.samples(range(rank, rank + 1)))
+        self.optimizer_seconds: list[float] = []
+        optimizer = _make_optimizer(task, self._trained)
+        self._own = getattr(optimizer, "inner", optimizer)  # which steps on this rank's parameters
+        self._time_optimizer()
+        self.call = _stepper(self._trained, optimizer, *task.samples(range(rank, rank + 1)))
 
     def load(self) -> None:
         """Begin again. Before the first step this keeps a copy of the parameters."""
@@ -379,6 +412,20 @@ class TrainingStep:
             self._trained.restore(self._start)
         else:  # not when it is made: a peak of memory is measured without a copy
             self._start = {name: value.clone() for name, value in self._trained.whole().items()}
+        self._own.state.clear()
+
+    def _time_optimizer(self) -> None:
+        began = 0.0
+
+        def begin(*_: object) -> None:
+            nonlocal began
+            began = perf_counter()
+
+        def end(*_: object) -> None:
+            self.optimizer_seconds.append(perf_counter() - began)
+
+        self._own.register_step_pre_hook(begin)
+        self._own.register_step_post_hook(end)
 
     def count_wrong(self, calls: int) -> int:
         """Return the number of parameters that differ from one process's by more than rounding.
@@ -399,20 +446,30 @@ class TrainingStep:
     def _in_one_process(self, calls: int) -> Tensors:
         if calls not in self._expected:
             trained = replicated(self._task.make_model())
-            step = _stepper(trained, *self._task.samples(self._ranks))
+            optimizer = _make_optimizer(self._task, trained)
+            step = _stepper(trained, optimizer, *self._task.samples(self._ranks))
             for _ in range(calls):
                 step()
             self._expected[calls] = trained.whole()
         return self._expected[calls]
 
 
-def _stepper(trained: TrainedModel, inputs: Tensor, targets: Tensor) -> Callable[[], None]:
-    optimizer = torch.optim.SGD(trained.model.parameters(), lr=_RATE)
+def _make_optimizer(task: TrainingTask, trained: TrainedModel) -> Optimizer:
+    factory = OPTIMIZERS[task.optimizer]
+    if trained.optimizer is not None:
+        return trained.optimizer(factory)
+    return factory(trained.model.parameters())
+
+
+def _stepper(
+    trained: TrainedModel, optimizer: Optimizer, inputs: Tensor, targets: Tensor
+) -> Callable[[], None]:
+    def loss() -> Tensor:
+        return nn.functional.mse_loss(trained.model(inputs), targets)
 
     def step() -> None:
         optimizer.zero_grad()
-        loss = nn.functional.mse_loss(trained.model(inputs), targets)
-        loss.backward()  # type: ignore[no-untyped-call]
+        trained.passes(loss)
         trained.average()
         optimizer.step()
 

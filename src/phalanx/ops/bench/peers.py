@@ -35,8 +35,10 @@ from phalanx.launch.store import listen_for_store
 from phalanx.native.torch_formation import store_at
 from phalanx.ops.bench.operations import (
     OPERATIONS,
+    STEPS,
     TASKS,
     BenchOperation,
+    Factory,
     PreparedCall,
     TrainedModel,
     TrainingStep,
@@ -45,6 +47,7 @@ from phalanx.ops.bench.operations import (
     replicated,
     task_of,
 )
+from phalanx.optim import ShardedOptimizer
 from phalanx.parallel import DDP
 from phalanx.transport.tcp.addresses import address_toward
 from phalanx.wire.control import Endpoint
@@ -65,6 +68,7 @@ class RankContext:
     master    a name of rank 0's host
     timeout   seconds that a rank waits for another
     width     of the layers of a trained model; 0: the operation's own
+    optimizer of a trained model
     buffers   (use, elements, device) -> torch's memory, which all peers use, one after the other
     """
 
@@ -72,6 +76,7 @@ class RankContext:
     master: str
     timeout: float
     width: int = 0
+    optimizer: str = "sgd"
     buffers: dict[tuple[str, int, str], Tensor] = field(default_factory=dict)
 
     def gather(self, value: Any) -> list[Any]:
@@ -127,7 +132,7 @@ class Peer:
 
     def __init__(self, context: RankContext) -> None:
         self.rank, self.size = context.backend.rank, context.backend.world_size
-        self.width = context.width
+        self.width, self.optimizer = context.width, context.optimizer
         self._buffers = context.buffers
 
     def algorithms(self, operation: BenchOperation) -> tuple[str, ...]:
@@ -174,10 +179,11 @@ class Peer:
 
     def step(self, call: PreparedCall, wrap: Wrap, *, alone: bool = False) -> Call:
         """Return the training step of one rank, which trains with the others or by itself."""
-        task = task_of(call.operation.name, self.width)
+        task = task_of(call.operation.name, self.width, self.optimizer)
         ranks = range(self.rank, self.rank + 1) if alone else range(self.size)
         step = TrainingStep(task, wrap, rank=self.rank, ranks=ranks)
         call.load, call.count_wrong = step.load, step.count_wrong
+        call.optimizer = step.optimizer_seconds
         return step.call
 
     def messages(self, call: PreparedCall, send: Move, recv: Move) -> Call:
@@ -232,15 +238,36 @@ class Phalanx(Peer):
             "barrier": lambda _: backend.barrier,
             "ping_pong": messages,
             "stream": messages,
-            "ddp": partial(self.step, wrap=lambda module: replicated(DDP(module, backend), module)),
+            "ddp": lambda call: self.step(call, partial(self._replicated, way=call.algorithm)),
             "fsdp": partial(self.step, wrap=fully_sharded),
         }
 
     def algorithms(self, operation: BenchOperation) -> tuple[str, ...]:
-        """Return `auto`, and the names in the table of schedules that differ here."""
+        """Return `auto`, and the names in the table of schedules that differ here; or `STEPS`."""
+        if operation.name == "ddp":
+            return ("auto", *STEPS)
         several_hosts = len(set(self.backend.topology)) > 1
         rows = COLLECTIVES.get(operation.name, {})
         return ("auto", *(name for name, row in rows.items() if several_hosts or not row.placed))
+
+    def _replicated(self, module: nn.Module, *, way: str) -> TrainedModel:
+        """Wrap the model in DDP, to be trained as `STEPS` has it, or plainly."""
+        model = DDP(module, self.backend)
+        trained = replicated(model, module)
+        if way == "sharded":
+
+            def sharded(factory: Factory) -> ShardedOptimizer:
+                return ShardedOptimizer(factory, model)
+
+            return trained._replace(optimizer=sharded)
+        if way == "step":
+
+            def in_step(loss: Callable[[], Tensor]) -> None:
+                with model.step(1) as step:
+                    step.backward(loss())
+
+            return trained._replace(passes=in_step)
+        return trained
 
     def _collective(self, call: PreparedCall) -> Call:
         function = getattr(ours, call.operation.name + "_" * call.in_place)

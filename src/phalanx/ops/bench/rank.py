@@ -79,7 +79,8 @@ def run_rank(request: BenchRequest, peers: PeerTable, hear: Tell) -> None:
         tell: Tell = hear if backend.rank == 0 else lambda message: None
         master = world.master_addr if world is not None else ""
         # Half: other ranks wait for one that waits for a peer.
-        context = RankContext(backend, master, request.timeout / 2, request.width)
+        wait = request.timeout / 2
+        context = RankContext(backend, master, wait, request.width, request.optimizer)
         local_rank = world.local_rank if world is not None else backend.rank
         with (
             busy_processes(0 if local_rank else request.beside),
@@ -190,6 +191,7 @@ def _sweep(
                 seconds=call.seconds,
                 bus=call.operation.bus(ranks),
                 wrong=call.wrong if call.is_checked else None,
+                optimizer=max(call.optimizer, default=None),
             )
             tell(line)
 
@@ -277,6 +279,8 @@ def time_rounds(
             call.seconds.append(max(by_rank))
     for call in order:
         call.wrong = sum(context.gather(call.wrong))
+        if call.optimizer:  # the slowest rank's
+            call.optimizer = [max(context.gather(statistics.median(call.optimizer)))]
     return failures
 
 

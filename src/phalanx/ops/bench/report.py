@@ -105,6 +105,7 @@ def _figures(report: BenchReport, line: ResultLine) -> dict[str, Any]:
         "bus_GBps": bandwidth * line.bus,  # comparable with the limit of one link
         f"of_{_ALONE}": line.times(alone) if alone else None,
         f"times_{report.request.baseline}": base.times(line) if base else None,
+        "optimizer_us": None if line.optimizer is None else line.optimizer * 1e6,
         "wrong": line.wrong,
         "rounds_us": [seconds * 1e6 for seconds in line.seconds],
     }
@@ -126,10 +127,12 @@ def _table(report: BenchReport, operation: str, ranks: int, lines: list[ResultLi
     title = f"{operation}, {ranks} ranks{report.request.circumstances}"
     rates = {"alg GB/s": "algorithm_GBps", "bus GB/s": "bus_GBps"}
     if row.training:
-        title += f": {task_of(operation, report.request.width)}"
+        title += f": {task_of(operation, report.request.width, report.request.optimizer)}"
         rates = {f"of {_ALONE}": f"of_{_ALONE}"}
     table = Table(title=title, title_justify="left")
-    for name in ("bytes", "", "us", "lowest", "quartiles", *rates, f"x {baseline}", "wrong"):
+    inside = ["optimizer"] if any(line.optimizer is not None for line in lines) else []
+    names = ("bytes", "", "us", "lowest", "quartiles", *inside, *rates, f"x {baseline}", "wrong")
+    for name in names:
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     digits = 2 if row.training else 3
     for size, group in itertools.groupby(lines, lambda line: line.bytes):
@@ -144,6 +147,7 @@ def _table(report: BenchReport, operation: str, ranks: int, lines: list[ResultLi
                 _us(figures["median_us"]),
                 _us(figures["lowest_us"]),
                 " - ".join(map(_us, figures["quartiles_us"])),
+                *(_us(figures[f"{name}_us"]) for name in inside),
                 *(_ratio(figures[name], digits) if moved else "" for name in rates.values()),
                 "" if is_base or is_machine else _ratio(figures[f"times_{baseline}"]),
                 _wrong(line.wrong),
@@ -162,7 +166,9 @@ def _wrong(count: int | None) -> str:
     return f"[bold red]{count}[/bold red]" if count else "0"
 
 
-def _us(us: float) -> str:
+def _us(us: float | None) -> str:
+    if us is None:
+        return ""
     return f"{us:,.1f}" if us < 100 else f"{us:,.0f}"
 
 

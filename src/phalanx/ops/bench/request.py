@@ -14,10 +14,11 @@ import msgspec
 
 from phalanx.collectives.schedules import COLLECTIVES
 from phalanx.errors import InvalidWorldSizeError, MisuseError
-from phalanx.ops.bench.operations import EXPANDED, MEMORY_KINDS, OPERATIONS
+from phalanx.ops.bench.operations import EXPANDED, MEMORY_KINDS, OPERATIONS, OPTIMIZERS, STEPS
 from phalanx.ops.bench.peers import MACHINE, PEERS, PeerTable
 
-_ALGORITHMS = ("auto", "all", "fixed", *(name for rows in COLLECTIVES.values() for name in rows))
+_SCHEDULES = [name for rows in COLLECTIVES.values() for name in rows]
+_ALGORITHMS = ("auto", "all", "fixed", *_SCHEDULES, *STEPS)
 
 
 class BenchRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +31,7 @@ class BenchRequest(msgspec.Struct, frozen=True, kw_only=True):
     algorithms  by name, for peers that have any; "fixed" is each of them, "all" `auto`, too
     timeout     seconds that a rank waits for another
     width       of the layers of a trained model; 0: each operation's own
+    optimizer   of a trained model: a name of `OPTIMIZERS`
     beside      busy processes on each host, beside the ranks
     back_to_back  a round's figure is the median call of at least `MANY_CALLS`, not their mean
     """
@@ -45,6 +47,7 @@ class BenchRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout: float = 240.0
     baseline: str = "gloo"
     width: int = 0
+    optimizer: str = "sgd"
     beside: int = 0
     back_to_back: bool = False
 
@@ -112,6 +115,7 @@ def make_request(
         **others,
     )
     _check("backend", [made.baseline], peers)
+    _check("optimizer", [made.optimizer], OPTIMIZERS)
     return made
 
 
@@ -210,6 +214,7 @@ class ResultLine(msgspec.Struct, kw_only=True, tag="line"):
     seconds  of a call, in each round: the slowest rank's time, divided by the number of calls;
              back to back, its median call
     bus      the factor of the bus bandwidth
+    optimizer  seconds of a training step that the optimizer took by itself, on the slowest rank
     wrong    number of wrong elements, on all ranks and in all rounds; None: its
     results have no meaning
     """
@@ -222,6 +227,7 @@ class ResultLine(msgspec.Struct, kw_only=True, tag="line"):
     seconds: list[float]
     bus: float
     wrong: int | None = 0
+    optimizer: float | None = None
 
     @property
     def median(self) -> float:
