@@ -104,6 +104,13 @@ def test_the_time_of_an_optimizer_has_a_column_where_it_was_taken() -> None:
     assert json.loads(as_json(made))["lines"][0]["optimizer_us"] == pytest.approx(5)
 
 
+def test_ways_to_train_are_no_algorithms_that_auto_picks_from() -> None:
+    step = {"operation": "ddp", "size": 0}
+    sharded = Entry("tcp", algorithm="sharded")
+    made = report(line(TCP, 120, **step), line(sharded, 100, **step))  # type: ignore[arg-type]
+    assert not [text for text in notes(made) if "auto" in text]
+
+
 def test_steps_are_compared_round_by_round_since_a_busy_moment_meets_all_alike() -> None:
     step = {"operation": "fsdp", "size": 0}
     alone = line(Entry("alone"), 100, 300, 100, **step)  # type: ignore[arg-type]

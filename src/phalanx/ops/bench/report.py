@@ -211,7 +211,8 @@ def _join(things: Iterable[object]) -> str:
 
 def _notes_on_auto(lines: list[ResultLine]) -> Iterator[str]:
     """Note the distance of `auto` from the best named algorithm, if both were measured."""
-    for (operation, ranks, entry), by_size in sorted(_medians(lines).items()):
+    collectives = [line for line in lines if not OPERATIONS[line.operation].training]
+    for (operation, ranks, entry), by_size in sorted(_medians(collectives).items()):
         ratios: list[tuple[float, int, str]] = []
         for size, by_name in sorted(by_size.items()):
             auto = by_name.pop("auto", None)
