@@ -243,10 +243,11 @@ class PreparedCall:
     store        brings the result to `out`. Not timed
     count_wrong  counts wrong elements after so many calls, besides those of `out`. Not timed
     is_checked   whether its results have a meaning
+    own_steps    seconds that the optimizer took by itself, of each training step
 
     Found by `time_rounds`:
 
-    optimizer    seconds that the optimizer took by itself, of each training step
+    optimizer    the median of `own_steps`, on the slowest rank; None if there are none
     filled       whether `source` is written; other calls may write to the same memory
     calls        in a round
     seconds      of a call, in each round that counts, on the slowest rank
@@ -265,7 +266,8 @@ class PreparedCall:
     store: Callable[[], object] = lambda: None
     count_wrong: Callable[[int], int] = lambda calls: 0
     is_checked: bool = True
-    optimizer: list[float] = field(default_factory=list)
+    own_steps: list[float] = field(default_factory=list)
+    optimizer: float | None = None
     filled: bool = False
     calls: int = 1
     seconds: list[float] = field(default_factory=list)
@@ -391,7 +393,7 @@ class TrainingStep:
 
     A stretch of steps begins with the same weights each time. The weights after it are compared
     with those of one process with the samples of all `ranks`, whose gradients count; this one is
-    `rank`. `optimizer_seconds` has what the optimizer's own step took in each step: with a
+    `rank`. `own_steps` has the seconds that the optimizer's own step took in each step: with a
     `ShardedOptimizer`, without the messages.
     """
 
@@ -400,7 +402,7 @@ class TrainingStep:
         self._trained = wrap(task.make_model())
         self._start: Tensors = {}
         self._expected: dict[int, Tensors] = {}
-        self.optimizer_seconds: list[float] = []
+        self.own_steps: list[float] = []
         optimizer = _make_optimizer(task, self._trained)
         self._own = getattr(optimizer, "inner", optimizer)  # which steps on this rank's parameters
         self._time_optimizer()
@@ -422,7 +424,7 @@ class TrainingStep:
             began = perf_counter()
 
         def end(*_: object) -> None:
-            self.optimizer_seconds.append(perf_counter() - began)
+            self.own_steps.append(perf_counter() - began)
 
         self._own.register_step_pre_hook(begin)
         self._own.register_step_post_hook(end)
@@ -455,10 +457,8 @@ class TrainingStep:
 
 
 def _make_optimizer(task: TrainingTask, trained: TrainedModel) -> Optimizer:
-    factory = OPTIMIZERS[task.optimizer]
-    if trained.optimizer is not None:
-        return trained.optimizer(factory)
-    return factory(trained.model.parameters())
+    factory, make = OPTIMIZERS[task.optimizer], trained.optimizer
+    return make(factory) if make else factory(trained.model.parameters())
 
 
 def _stepper(

@@ -183,7 +183,7 @@ class Peer:
         ranks = range(self.rank, self.rank + 1) if alone else range(self.size)
         step = TrainingStep(task, wrap, rank=self.rank, ranks=ranks)
         call.load, call.count_wrong = step.load, step.count_wrong
-        call.optimizer = step.optimizer_seconds
+        call.own_steps = step.own_steps
         return step.call
 
     def messages(self, call: PreparedCall, send: Move, recv: Move) -> Call:

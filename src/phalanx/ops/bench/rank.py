@@ -191,7 +191,7 @@ def _sweep(
                 seconds=call.seconds,
                 bus=call.operation.bus(ranks),
                 wrong=call.wrong if call.is_checked else None,
-                optimizer=max(call.optimizer, default=None),
+                optimizer=call.optimizer,
             )
             tell(line)
 
@@ -279,8 +279,8 @@ def time_rounds(
             call.seconds.append(max(by_rank))
     for call in order:
         call.wrong = sum(context.gather(call.wrong))
-        if call.optimizer:  # the slowest rank's
-            call.optimizer = [max(context.gather(statistics.median(call.optimizer)))]
+        if call.own_steps:
+            call.optimizer = max(context.gather(statistics.median(call.own_steps)))
     return failures
 
 
