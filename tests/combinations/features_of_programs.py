@@ -276,15 +276,25 @@ class Workers(Feature):
         server.set_forkserver_preload(["torch"])
         return server
 
-    def started(self, job: Job, inner: Inner) -> None:
-        inner()
-        if job.alone or "loader" in job.kept:
+    @contextmanager
+    def training(self, job: Job) -> Iterator[None]:
+        """Its process has ended with the last step, or with an error.
+
+        Were it left to the garbage collector, whichever rank's thread that runs in would wait for
+        it, 5 s for each process: collected in a cycle, an iterator cannot tell its process to end.
+        """
+        if job.alone:
+            yield
             return
         steps = Steps(job.part, ROWS, job.steps, job.dtype)
         loader: Any = DataLoader(
             steps, batch_size=None, num_workers=1, multiprocessing_context=self.context(job)
         )
         job.kept["loader"], job.kept["loaded"] = iter(loader), []
+        try:
+            yield
+        finally:
+            del job.kept["loader"]
 
     def batch_of(self, job: Job, inner: Inner, part: int) -> Any:
         if job.alone:
@@ -293,10 +303,6 @@ class Workers(Feature):
         while len(loaded) <= job.number:
             loaded.append(next(job.kept["loader"]))
         return loaded[job.number]
-
-    def finish(self, job: Job, inner: Inner) -> None:
-        inner()
-        job.kept.pop("loader", None)
 
 
 @feature("DataLoader", "programs", tags="loader")

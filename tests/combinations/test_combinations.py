@@ -5,6 +5,7 @@ All of it is `make combinations`. What a cell is, and when it is right: `cells.p
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import subprocess
 import sys
@@ -135,6 +136,13 @@ def test_a_cell_that_one_process_refuses_is_wrong_where_ranks_do_not() -> None:
     verdict = Place().run(WAYS[0], clips)
     assert verdict.status == WRONG
     assert "does torch refuse it?" in verdict.words
+
+
+def test_a_cell_that_fails_leaves_no_process_of_a_loader() -> None:
+    before = set(multiprocessing.active_children())
+    names = "DataLoader", "one rank fails in backward"
+    check(Place(), (WAYS[0], tuple(one for one in FEATURES if one.name in names)))
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_names_of_wrappers_and_features_may_have_commas_and_exist() -> None:
