@@ -243,7 +243,9 @@ class Penalty(Feature):
         return out  # type: ignore[no-any-return]
 
     def loss(self, job: Job, inner: Inner, out: Tensor, y: Tensor) -> Tensor:
-        return inner(out, y) + job.kept.pop("penalty") * job.factor  # type: ignore[no-any-return]
+        # As small as lets training converge: rounding grows with what grows without bound.
+        penalty: Tensor = 0.1 * job.kept.pop("penalty")
+        return inner(out, y) + penalty * job.factor  # type: ignore[no-any-return]
 
 
 @feature("autograd.grad for parameters", "gradients", tags="second parts", against="lora")
