@@ -51,7 +51,7 @@ BUDGETS = {  # of each package: lines, files
     "aggregation": (1_817, 7),
     "checkpoint": (3_596, 14),
     "cli": (1_095, 7),
-    "collectives": (5_195, 24),
+    "collectives": (5_225, 24),
     "compression": (1_770, 7),
     "core": (5_445, 21),
     "fsdp": (2_740, 10),

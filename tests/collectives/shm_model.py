@@ -46,7 +46,8 @@ class Call(NamedTuple):
     slice_   elements of what each rank gives or gets; or, of all that is not divided, a p-th of
              them, and `rest` more
     own      of an all_reduce in place and a reduce_scatter: in how many parts each rank's own slice
-             is cut, every second of which lies elsewhere
+             is cut, every second of which lies elsewhere; of a reduce, whether what all have given
+             is overwritten
     """
 
     collective: str
@@ -179,7 +180,9 @@ class Performance:
         in_place = call.collective == "all_reduce" and self.is_in_place
         if call.own and (in_place or call.collective == "reduce_scatter"):
             self.own = self._take_out(call)
-        self.steps = member.flat(call).steps(self.source, self.out, tuple(self.own))
+        consumes = self.consumes = call.collective == "reduce" and bool(call.own)
+        flat, own = member.flat(call), tuple(self.own)
+        self.steps = flat.steps(self.source, self.out, own, consume=consumes)
         self.epoch: FlagWait | None = None
 
     def _take_out(self, call: Call) -> list[tuple[int, Tensor]]:
@@ -215,7 +218,8 @@ class Performance:
         if self.expected is not None:
             assert self.out is not None
             assert same_bits(self.out, self.expected), what
-        if self.source is not None and not self.is_in_place and not self.own:
+        kept = not (self.is_in_place or self.own or self.consumes)
+        if self.source is not None and kept:
             assert same_bits(self.source, self.before), f"{what}: what was given has changed"
         for tensor in (self.source, self.out, *(values for _, values in self.own)):
             if tensor is not None:

@@ -214,6 +214,23 @@ async_reduce_scatter = asynchronous(reduce_scatter)
 
 
 @collective
+def reduce_overwriting_(
+    tensor: Tensor,
+    backend: Backend,
+    root: int = 0,
+    op: ReduceOp = ReduceOp.SUM,
+    *,
+    algorithm: str = "auto",
+    label: str = "",
+) -> Request[Tensor]:
+    """`reduce_` of a tensor that the other ranks let be overwritten, too, which saves copies."""
+    make: Callable[..., TensorRequest[Tensor]] = reduce_.request  # type: ignore[attr-defined]
+    request = make(tensor, backend, root, op, algorithm=algorithm, label=label)
+    request.consume = True
+    return request
+
+
+@collective
 def all_reduce_pieces_(
     pieces: Pieces,
     backend: Backend,
@@ -251,6 +268,7 @@ def reduce_scatter_pieces(
 
 
 async_all_reduce_pieces_ = asynchronous(all_reduce_pieces_)
+async_reduce_overwriting_ = asynchronous(reduce_overwriting_)
 async_reduce_scatter_pieces = asynchronous(reduce_scatter_pieces)
 
 

@@ -73,7 +73,7 @@ class TensorRequest(Request[T]):
     out          memory for its result: contiguous; apart from `source`, or the same memory
     result       returns the caller's result in the end
     options      the arguments algorithm, reproducible, label and timeout of every collective
-    consume      whether `source` may be overwritten meanwhile, which saves a copy
+    consume      whether `source` may be overwritten, on every rank, which saves a copy
     elsewhere    pieces of this rank's own slice that are not in `source` yet (`pieces.py`)
     name         for messages and errors, if it is not the collective's
     """
@@ -123,7 +123,8 @@ class TensorRequest(Request[T]):
             if plan.program and first is not None and not first.is_cpu:
                 return self._staged(plan, first.device)
             if shm is not None:
-                steps = shm.steps(self.source, self.out, self.elsewhere, counters)
+                given = self.source, self.out, self.elsewhere
+                steps = shm.steps(*given, counters, consume=self.consume)
             else:
                 steps, result, buffers, combine = self._by_messages(plan)
         signature, fingerprint = plan.signature, plan.fingerprint
@@ -287,7 +288,8 @@ def _in_result(request: TensorRequest[Any], plan: Plan) -> RoundMemory:
     source, out = request.source, request.out
     if out is None:
         assert source is not None
-        return RoundMemory(_copy(source, request.backend) if plan.overwrites else source)
+        kept = plan.overwrites and not request.consume
+        return RoundMemory(_copy(source, request.backend) if kept else source)
     if source is not None and source.data_ptr() != out.data_ptr():
         copy_bits(out, source)
     return RoundMemory(out)

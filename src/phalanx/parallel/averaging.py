@@ -26,12 +26,15 @@ from phalanx.collectives import (
     async_all_gather,
     async_all_reduce_,
     async_all_to_all,
-    async_reduce_,
     broadcast_,
 )
 from phalanx.collectives.layout import chunk_ranges
 from phalanx.collectives.pieces import Pieces, join
-from phalanx.collectives.reductions import async_all_reduce_pieces_, async_reduce_scatter_pieces
+from phalanx.collectives.reductions import (
+    async_all_reduce_pieces_,
+    async_reduce_overwriting_,
+    async_reduce_scatter_pieces,
+)
 from phalanx.compression import Compressor
 from phalanx.compression.compressor import (
     NO_RESIDUALS,
@@ -334,7 +337,7 @@ class GradientAveraging(RequestExecutor):
         backend, exact = self._backend, self._algorithm != "auto"
         self.bytes_sent += flat.nbytes if backend.rank != owner else 0
         algorithm = self._algorithm if exact else least_sent(backend, "tree")
-        pending = async_reduce_(
+        pending = async_reduce_overwriting_(
             flat, backend, owner, ReduceOp.MEAN, algorithm=algorithm, label=label
         )
         return PendingAverage(None, pending, flat.shape, label)

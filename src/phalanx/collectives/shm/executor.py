@@ -68,14 +68,20 @@ class ShmCollective:
         out: Tensor | None,
         elsewhere: Elsewhere = (),
         counters: Counters | None = None,
+        *,
+        consume: bool = False,
     ) -> Iterator[Program]:
         """Yield this rank's part. It keeps the tensors alive.
 
         elsewhere  pieces of this rank's slice that are not in `source`
         counters   to be told of it, when all have come that this rank depends on
+        consume    whether all ranks let `source` be overwritten: with slices of a result, too, that
+                   another rank gets
         """
         if not self.plan.is_small:
-            return self._large(source, out, elsewhere, counters)
+            if consume and out is None and self.plan.form.passed_on:
+                out = source
+            return self._large(source, out, elsewhere, counters, consume=consume)
         if elsewhere and source is not None:
             join(source, elsewhere)
         return self._small(source, out, counters)
@@ -125,6 +131,8 @@ class ShmCollective:
         out_tensor: Tensor | None,
         elsewhere: Elsewhere,
         counters: Counters | None,
+        *,
+        consume: bool,
     ) -> Iterator[Program]:
         """Go on in place if all who give have shown their tensors; else staged."""
         shared, plan = self.shared, self.plan
@@ -133,7 +141,7 @@ class ShmCollective:
         self._step = BLOCK * plan.itemsize if crowded else plan.thresholds.step
         source = source_tensor.data_ptr() if source_tensor is not None else 0
         out = out_tensor.data_ptr() if out_tensor is not None else 0
-        shown = self._show(source, out)
+        shown = self._show(source, out, consume=consume)
         wait = shared.wait_for_entry()
         if wait is not None:
             yield wait
@@ -157,11 +165,11 @@ class ShmCollective:
             yield shared.epoch()
         yield from self._staged(source, out)
 
-    def _show(self, source: int, out: int) -> Descriptors | None:
+    def _show(self, source: int, out: int, *, consume: bool) -> Descriptors | None:
         """Return the places of this rank's tensors for the others; None if it has to stage them."""
         plan = self.plan
-        if not plan.gives or (plan.form.passed_on and plan.form.to_root):
-            return None
+        if not plan.gives or (plan.form.passed_on and plan.form.to_root and not consume):
+            return None  # who gets no result has no place for its slice of it
         given = result = self._find(source)
         if source != out and plan.form.passed_on:
             result = self._find(out)
@@ -203,7 +211,7 @@ class ShmCollective:
         for first, last in plan.blocks():
             self._reduce_slice(at, out + plan.mine[0], first, last, elsewhere)
             yield shared.epoch()
-            for place, start, length in plan.others(first, plan.block):
+            for place, start, length in plan.others(first, plan.block) if plan.gets else ():
                 address, peer = results[place]
                 if peer is not None:
                     peer.read(out + start, address + start, length)
