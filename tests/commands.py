@@ -4,4 +4,4 @@ from __future__ import annotations
 
 import sys
 
-PHALANX = [sys.executable, "-m", "phalanx.cli"]
+PHALANX = [sys.executable, "-m", "phalanx"]

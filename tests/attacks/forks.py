@@ -260,7 +260,7 @@ def attack(kinds: list[str], count: int, seed: int, *, short: bool) -> tuple[int
     right: Counter[str] = Counter()
     wrong: list[str] = []
     for kind in kinds:
-        here = [sys.executable, "-m", "phalanx.cli", "run", "-n", "2", __file__]
+        here = [sys.executable, "-m", "phalanx", "run", "-n", "2", __file__]
         job = subprocess.run(  # noqa: PLW1510 - how it ended is looked at below
             [*here, "--rank", kind, "--count", str(count), "--seed", str(seed)]
             + ["--short"] * short,

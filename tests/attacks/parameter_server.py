@@ -174,7 +174,7 @@ ENDS: dict[tuple[str, str], tuple[str, ...]] = {
 
 def is_held(case: str, mode: str) -> bool:
     """Run the job, and see whether it came as it has to."""
-    command = [sys.executable, "-m", "phalanx.cli", "run", "-n", "3", __file__, case, mode]
+    command = [sys.executable, "-m", "phalanx", "run", "-n", "3", __file__, case, mode]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     said = done.stdout + done.stderr
     held = has_come(case, mode, said)

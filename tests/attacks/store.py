@@ -232,7 +232,7 @@ class Started:
         base |= {"OMP_NUM_THREADS": "1", "BEGAN": str(time.time()), **token, **environ}
         script = str(folder / "train.py")
         (folder / "train.py").write_text(TRAIN)
-        phalanx = [sys.executable, "-m", "phalanx.cli", "run"]
+        phalanx = [sys.executable, "-m", "phalanx", "run"]
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port), "WORLD_SIZE": "2"}
         self.job = ""
         if kind == "run":

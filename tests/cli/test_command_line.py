@@ -24,7 +24,7 @@ def test_the_command_line_does_not_wait_for_torch() -> None:
     subprocess.run([sys.executable, "-c", check], check=True)
 
 
-@pytest.mark.parametrize("words", [["-m", "phalanx.cli", "run"], ["-m", "phalanx.launch"]])
+@pytest.mark.parametrize("words", [["-m", "phalanx", "run"], ["-m", "phalanx.launch"]])
 def test_a_script_that_is_not_there_is_named(words: list[str]) -> None:
     ended = subprocess.run(
         [sys.executable, *words, "-n", "2", "missing.py"],
@@ -50,6 +50,6 @@ def test_the_way_to_make_one_makes_one() -> None:
     with pytest.raises(AuthenticationError, match="Make one with phalanx token") as info:
         check_token("", "it")
     command = str(info.value).rpartition("Make one with ")[2]
-    words = [sys.executable, "-m", "phalanx.cli", *command.split()[1:]]
+    words = [sys.executable, "-m", "phalanx", *command.split()[1:]]
     made = subprocess.run(words, check=True, capture_output=True, text=True).stdout
     assert len(check_token(made.strip(), "it")) == 64

@@ -148,7 +148,7 @@ class SlurmCluster:
 
     def phalanx(self, *words: str) -> str:
         """Run the `phalanx` command on node n1."""
-        return self.ask(sys.executable, "-m", "phalanx.cli", *words)
+        return self.ask(sys.executable, "-m", "phalanx", *words)
 
     def job(self, number: str) -> dict[str, str]:
         """Return what Slurm says about a job: `JobState`, `ExitCode`, `Restarts`, ..."""

@@ -18,7 +18,7 @@ def test_it_runs_over_real_processes_as_the_readme_says(tmp_path: Path) -> None:
         "--strategy=full_shard",
     ]
     done = subprocess.run(
-        [sys.executable, "-m", "phalanx.cli", "run", "-n", "2", str(SCRIPT), *options],
+        [sys.executable, "-m", "phalanx", "run", "-n", "2", str(SCRIPT), *options],
         cwd=ROOT,
         capture_output=True,
         text=True,

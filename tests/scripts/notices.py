@@ -66,7 +66,7 @@ def start(folder: Path, ranks: int, steps: int, pause: float) -> subprocess.Pope
     for path in pids.iterdir():
         path.unlink()
     (folder / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "phalanx.cli", "run", "-n", str(ranks), "--max-restarts", "3"]
+    command = [sys.executable, "-m", "phalanx", "run", "-n", str(ranks), "--max-restarts", "3"]
     words = [str(folder / "program.py"), str(folder), str(pids), str(steps), str(pause)]
     pipe = subprocess.PIPE
     return subprocess.Popen([*command, *words], stdout=pipe, stderr=pipe, text=True)

@@ -30,7 +30,7 @@ REQUESTED = "shm,tcp,stock,phalanx-gloo,phalanx-mpi,gloo"
 
 def test_a_short_run_of_every_operation_on_all_that_is_here(tmp_path: Path) -> None:
     options = ["--backends", REQUESTED, "--sizes", "64,4K", "--rounds", "2", "--seconds", "0.0005"]
-    words = ["-m", "phalanx.cli", "bench", *COLLECTIVES, *OTHERS, *options, "--json", "all.json"]
+    words = ["-m", "phalanx", "bench", *COLLECTIVES, *OTHERS, *options, "--json", "all.json"]
     ended = run_python(words, folder=tmp_path)
     assert ended.returncode == 0, ended.stderr
     print(ended.stdout)  # the ratios, for whoever reads what CI says
@@ -101,7 +101,7 @@ def test_training_steps_the_algorithms_by_name_and_a_peer_of_a_script(tmp_path: 
 
 
 def test_under_a_launcher_its_ranks_are_measured() -> None:
-    words = "-m phalanx.cli bench barrier --backends tcp,shm --rounds 1 --seconds 0.0001"
+    words = "-m phalanx bench barrier --backends tcp,shm --rounds 1 --seconds 0.0001"
     first, second = run_job(words.split(), 2)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert "barrier, 2 ranks" in first.stdout

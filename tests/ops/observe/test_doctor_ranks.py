@@ -30,7 +30,7 @@ def test_the_doctor_tries_the_backends_and_keeps_the_token_to_itself(tmp_path: P
     token = "4fe1" * 16
     script = tmp_path / "doctor.py"
     script.write_text(DOCTOR)
-    words = sizes([str(script)], ["-m", "phalanx.cli", "doctor"])
+    words = sizes([str(script)], ["-m", "phalanx", "doctor"])
     ended = run_python(words, environ={**environ_without_launcher(), "PHALANX_TOKEN": token})
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "- tcp: 2 ranks: barrier " in ended.stdout

@@ -1,4 +1,4 @@
-"""`python -m phalanx.cli` is `phalanx`."""
+"""`python -m phalanx` is `phalanx`."""
 
 from __future__ import annotations
 
