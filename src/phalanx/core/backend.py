@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 from xxhash import xxh3_64_intdigest
 
 from phalanx.core.call import WORLD_ID, Call, call_site, check_timeout, whole_number
 from phalanx.core.common import CommonMemory, Own
 from phalanx.core.counters import Counts, Progress
+from phalanx.core.device import device_of
 from phalanx.core.engine import Engine
 from phalanx.core.failure import Failure
 from phalanx.core.group import Group
@@ -156,6 +158,23 @@ class Backend:
         The same for all groups of a rank.
         """
         return self.engine.progress
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this rank among those of its host; in a group, that in the job."""
+        return self.topology[: self.rank].count(self.topology[self.rank])
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's model belongs: accelerator number `local_rank`, if every rank of the
+        host has one of its own (and sees all of them); else the CPU.
+        """
+        return device_of(self.local_rank, self.topology.count(self.topology[self.rank]))
+
+    def print(self, *values: object, **options: Any) -> None:
+        """Print on rank 0 alone, and at once. The options are those of Python's `print`."""
+        if self.rank == 0:
+            print(*values, **{"flush": True, **options})
 
     @property
     def registers_memory(self) -> bool:
@@ -729,6 +748,16 @@ class SubBackend(Backend):
         self.devices = parent.devices
         self.links = parent.links
         self.topology = tuple(parent.topology[member] for member in self.members)
+
+    @property
+    @override
+    def local_rank(self) -> int:
+        return self.parent.local_rank
+
+    @property
+    @override
+    def device(self) -> torch.device:
+        return self.parent.device
 
     def to_global(self, local: int) -> int:
         """Return the parent's number for rank `local` of this group."""

@@ -181,3 +181,12 @@ def device_kinds() -> frozenset[str]:
     accelerator = torch.accelerator.current_accelerator()
     kinds = {"cpu"} | ({accelerator.type} if accelerator is not None else set())
     return frozenset(kinds - _WITHOUT_STREAMS)
+
+
+def device_of(place: int, ranks: int) -> torch.device:
+    """Return the accelerator of this number, or the CPU if not each of so many ranks has one."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type not in device_kinds():
+        return torch.device("cpu")
+    enough = ranks <= torch.accelerator.device_count()
+    return torch.device(accelerator.type, place) if enough else torch.device("cpu")

@@ -79,8 +79,7 @@ def begin(backend: Backend, _: object = None, environ: Mapping[str, str] = os.en
     if not isinstance(where, Endpoint):
         hand_to_otel(engine)
         return
-    local_rank = backend.topology[: backend.rank].count(backend.topology[backend.rank])
-    endpoint = where._replace(port=where.port + local_rank)
+    endpoint = where._replace(port=where.port + backend.local_rank)
     try:
         listener = _listen(endpoint)
     except (OSError, OverflowError) as error:
@@ -91,7 +90,7 @@ def begin(backend: Backend, _: object = None, environ: Mapping[str, str] = os.en
             endpoint,
             VARIABLE,
             environ[VARIABLE],
-            local_rank,
+            backend.local_rank,
             getattr(error, "strerror", None) or error,
         )
         return

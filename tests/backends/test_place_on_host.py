@@ -1,0 +1,55 @@
+"""Where a rank is on its host: its number there, its device; and what one rank alone prints."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from phalanx import Backend, SimulatedBackend, simulate
+from phalanx.core.device import device_of
+
+
+def test_ranks_of_a_host_are_counted_and_groups_keep_the_jobs_numbers() -> None:
+    world = SimulatedBackend.create_group(4)
+    for backend in world:
+        backend.topology = (0, 1, 0, 1)
+    assert [backend.local_rank for backend in world] == [0, 0, 1, 1]
+    assert [world[rank].subgroup([2, 3]).local_rank for rank in (2, 3)] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "ranks", "expected"),
+    [
+        (None, 0, 1, "cpu"),
+        ("cuda", 0, 1, "cpu"),
+        ("cuda", 4, 4, "cuda:1"),
+        ("cuda", 3, 4, "cpu"),  # one of the host's ranks would have none
+        ("mps", 4, 2, "cpu"),  # its tensors cannot be moved
+    ],
+)
+def test_a_rank_has_the_accelerator_of_its_number_if_each_has_one(
+    monkeypatch: pytest.MonkeyPatch, kind: str | None, count: int, ranks: int, expected: str
+) -> None:
+    accelerator = SimpleNamespace(type=kind) if kind else None
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    assert str(device_of(1, ranks)) == expected
+
+
+def test_a_backend_asks_for_all_ranks_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.core.backend.device_of", lambda *given: given)
+    world = SimulatedBackend.create_group(3)
+    for backend in world:
+        backend.topology = (0, 1, 1)
+    assert [backend.device for backend in world] == [(0, 1), (0, 2), (1, 2)]
+    assert world[2].subgroup([2]).device == (1, 2)
+
+
+def test_rank_0_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(backend: Backend) -> None:
+        backend.print("loss", backend.rank, sep="=", end="!")
+
+    simulate(run, 3)
+    assert capsys.readouterr().out == "loss=0!"
