@@ -36,6 +36,7 @@ LAYERS = [  # from the lowest to the highest; the parts of one layer never impor
     ["torch_backend"],
     ["ops"],
     ["cli", "__init__"],
+    ["__main__"],
 ]
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 # What torch calls in every program is where it finds it soonest; the package's name registers, too.
@@ -47,15 +48,15 @@ WITH_DDP = {
 }
 
 BUDGETS = {  # of each package: lines, files
-    ".": (919, 6),  # the package's own files
+    ".": (926, 7),  # the package's own files
     "aggregation": (1_817, 7),
     "checkpoint": (3_596, 14),
-    "cli": (1_095, 7),
+    "cli": (1_088, 6),
     "collectives": (5_225, 24),
     "compression": (1_770, 7),
-    "core": (5_445, 21),
+    "core": (5_475, 21),
     "fsdp": (2_740, 10),
-    "launch": (4_120, 21),
+    "launch": (4_225, 21),
     "native": (2_305, 8),
     "ops": (730, 3),  # without its packages
     "ops.bench": (2_065, 7),

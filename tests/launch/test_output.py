@@ -1,15 +1,22 @@
 from __future__ import annotations
 
+import fcntl
 import io
 import os
+import select
+import struct
 import tempfile
+import termios
 import threading
+import tty
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.launch.output import LONGEST_LINE, LiveRankLines, RankLines, RankPipes
+from phalanx.launch.output import LONGEST_LINE, LiveRankLines, RankLines, RankPipes, Stream
 
 
 class Shown:
@@ -121,7 +128,7 @@ def screen(text: str) -> list[str]:
 
 def test_a_progress_bar_stays_below_the_lines_and_moves() -> None:
     stream = io.StringIO()
-    lines = LiveRankLines(stream)
+    lines = LiveRankLines(Stream(stream))
     seen = []
     for rank, piece in (
         (0, "\r 10%"),
@@ -147,7 +154,7 @@ def test_a_progress_bar_stays_below_the_lines_and_moves() -> None:
 
 def test_bars_of_two_ranks_take_turns_and_each_ends_as_a_line() -> None:
     stream = io.StringIO()
-    lines = LiveRankLines(stream)
+    lines = LiveRankLines(Stream(stream))
     lines.write(0, b"\rlong bar 50%")
     lines.write(1, b"\r50%")
     assert screen(stream.getvalue()) == ["[rank 1] 50%"]
@@ -163,7 +170,7 @@ def test_bars_of_two_ranks_take_turns_and_each_ends_as_a_line() -> None:
 
 def test_a_bar_below_another_is_no_line_for_each_of_its_moves() -> None:
     stream = io.StringIO()
-    lines = LiveRankLines(stream)
+    lines = LiveRankLines(Stream(stream))
     lines.write(0, b"\router 0%")
     for percent in range(100):
         lines.write(0, b"\n\rinner %d%%\x1b[A" % percent)  # as tqdm does with position=1
@@ -174,11 +181,57 @@ def test_a_bar_below_another_is_no_line_for_each_of_its_moves() -> None:
 
 def test_a_stream_that_takes_no_more_is_no_error() -> None:
     stream = io.StringIO()
-    lines = LiveRankLines(stream)
+    lines = LiveRankLines(Stream(stream))
     stream.close()
     for _ in range(2):
         lines.write(0, b"hello\n")
     lines.finish()
+
+
+class FakeTerminal:
+    """A terminal, of which `end` is for programs, and what it has got."""
+
+    def __init__(self, columns: int) -> None:
+        self.other_end, self.end = os.openpty()
+        tty.setraw(self.end)
+        fcntl.ioctl(self.end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        self.got = b""
+
+    def shows(self, last: str) -> list[str]:
+        """Its lines, as soon as this is the last one."""
+        while (lines := screen(self.got.decode("latin-1")))[-1] != last:
+            assert select.select([self.other_end], [], [], 20)[0], f"{last!r} is not in {lines}"
+            self.got += os.read(self.other_end, 1 << 16)
+        return lines
+
+
+@contextmanager
+def terminal(columns: int) -> Iterator[FakeTerminal]:
+    made = FakeTerminal(columns)
+    try:
+        yield made
+    finally:
+        os.close(made.end)
+        os.close(made.other_end)
+
+
+def test_in_a_terminal_a_bar_stays_below_the_lines_of_output_and_errors() -> None:
+    with terminal(columns=30) as shown:
+        pipes = RankPipes(shown.end, shown.end)
+        out, err = pipes.open(3)
+        os.write(err, b"\r 10%")
+        shown.shows("[rank 3]  10%")
+        os.write(out, b"caf\xe9\n")  # no text; it goes through as it is
+        os.write(err, b"\r 20%")
+        assert shown.shows("[rank 3]  20%") == ["[rank 3] caf\xe9", "[rank 3]  20%"]
+        assert pipes.last[3] == b"caf\xe9"
+        os.write(err, b"\r\x1b[32m" + b"#" * 100)
+        shown.shows("[rank 3] " + "#" * 20)  # a wider one would be two lines, and stay
+        os.write(err, b"\rdone\n")
+        os.close(out)
+        os.close(err)
+        assert pipes.close()
+        assert shown.shows("") == ["[rank 3] caf\xe9", "[rank 3] done", ""]
 
 
 def test_what_is_written_before_the_end_is_shown() -> None:

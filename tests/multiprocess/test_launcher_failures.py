@@ -119,7 +119,7 @@ def test_a_reader_that_goes_away_is_no_failure(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("for n in range(100_000): print('line', n)")
     with subprocess.Popen(
-        [*RUN, str(script)],
+        [*RUN, "-n", "1", str(script)],
         env=environ_without_launcher(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

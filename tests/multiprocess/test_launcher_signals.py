@@ -80,7 +80,7 @@ def test_a_hangup_that_was_to_be_ignored_is_ignored(tmp_path: Path) -> None:
         "signal.sigwait([signal.SIGUSR1])\n"
         "print('went on')\n"
     )
-    words = [*RUN, str(script), ready(tmp_path)]
+    words = [*RUN, "-n", "1", str(script), ready(tmp_path)]
     start = [sys.executable, "-c", f"{nohup}os.execv(sys.argv[1], sys.argv[1:])", *words]
     with Launch(start, tmp_path, environ_without_launcher()) as launcher:
         launcher.wait_for(1)

@@ -98,6 +98,32 @@ def test_a_script_runs_as_python_would_run_it(tmp_path: Path, environ: dict[str,
     assert code == 0
 
 
+@pytest.mark.parametrize(
+    ("before", "behind", "said"),
+    [
+        ([], [], "phalanx: 1 rank, for -n was not given. Two: phalanx run -n 2 {}"),
+        ([], ["-np=2"], "phalanx: 1 rank: -np=2 behind {0} is the script's own. Before it: "
+                        "phalanx run -n 2 {0}"),
+        (["-n", "1"], ["-n", "2"], ""),
+    ],
+)  # fmt: skip
+def test_one_rank_that_nobody_has_asked_for_says_how_to_start_two(
+    tmp_path: Path, environ: dict[str, str], before: list[str], behind: list[str], said: str
+) -> None:
+    script = write(tmp_path, "import sys\nprint(sys.argv[1:])")
+    code, lines, errors = run([*RUN, *before, script, *behind], environ)
+    assert (code, lines) == (0, [f"[rank 0] {behind}"])
+    assert errors.splitlines() == ([said.format(script)] if said else [])
+
+
+@pytest.mark.parametrize("words", [["-np", "2"], ["--nproc-per-node=2"]])
+def test_the_number_of_ranks_has_the_names_of_other_launchers(
+    tmp_path: Path, environ: dict[str, str], words: list[str]
+) -> None:
+    script = write(tmp_path, "print('here')")
+    assert run([*RUN, *words, script], environ) == (0, ["[rank 0] here", "[rank 1] here"], "")
+
+
 def test_the_first_failure_is_told_last_and_the_others_are_stopped(
     tmp_path: Path, environ: dict[str, str]
 ) -> None:
@@ -329,7 +355,7 @@ def test_ranks_clean_up_when_the_launcher_is_interrupted(
         "finally:\n"
         "    print('cleaned up', file=held, flush=True)\n",
     )
-    launcher = start([*RUN, script, str(fifo)], environ)
+    launcher = start([*RUN, "-n", "1", script, str(fifo)], environ)
     with fifo.open() as ranks:
         assert ranks.readline() == "ready\n"
         launcher.send_signal(signal.SIGINT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -40,9 +41,13 @@ def run_command(
             "-n",
             "--ranks",
             metavar="N",
-            help="How many ranks on this host.",
+            help="How many ranks on this host; also -np, --nproc-per-node.",
             show_default="PET_NPROC_PER_NODE, or 1",
         ),
+    ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option("-np", "--nproc-per-node", "--nproc_per_node", metavar="N", hidden=True),
     ] = None,
     module: Module = False,
     nodes: Annotated[
@@ -127,9 +132,22 @@ def run_command(
     from phalanx.launch.pod import read_pod  # noqa: PLC0415
     from phalanx.launch.run import Job, run  # noqa: PLC0415
 
+    ranks = processes if ranks is None else ranks
     pod = read_pod(os.environ, ranks=ranks, nodes=nodes, node_rank=node_rank, master=master)
+    alone = ranks is None and pod.ranks == pod.nodes == 1
     job = Job(
         *(pod.ranks, script, words, module, pod.nodes, pod.node_rank, pod.master),
         *(max_restarts, grace, bind, insecure),
+        _about_one_rank(script, words, module=module) if alone else "",
     )
     raise typer.Exit(run(job))
+
+
+def _about_one_rank(script: str, words: Sequence[str], *, module: bool) -> str:
+    """Return a line for a job of one rank, for which nobody has asked."""
+    more = f"phalanx run -n 2 {'-m ' if module else ''}{script}"
+    names = "-n", "--ranks", "-np", "--nproc-per-node", "--nproc_per_node"
+    behind = next((word for word in words if word.partition("=")[0] in names), "")
+    if behind:
+        return f"1 rank: {behind} behind {script} is the script's own. Before it: {more}"
+    return f"1 rank, for -n was not given. Two: {more}"

@@ -6,8 +6,8 @@
 The thread is not the supervisor's: when the reader of the launcher's own output pauses, the thread
 waits, and with it the ranks that print, while the supervisor goes on watching them.
 
-The stream is a descriptor, as of a terminal or a file, or an object, as `sys.stdout` is in a
-notebook. There progress bars are shown while they move.
+The stream is a descriptor, of a terminal or a file, or an object, as `sys.stdout` is in a notebook.
+In a terminal and in a notebook progress bars are shown while they move.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ import re
 import select
 import selectors
 import threading
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TextIO
+from typing import ClassVar, TextIO
+
+from typing_extensions import override
 
 LONGEST_LINE = 1 << 20  # bytes kept until a line's end comes; a longer one is shown in pieces
 _PIECE, _MOST = 1 << 16, 1 << 20  # bytes read at once, and of the rest of a pipe at the end
@@ -62,68 +65,74 @@ class RankLines:
             self.write(rank, b"\n")
 
     def _pass_on(self, data: bytes) -> None:
-        left = memoryview(data)
-        while left:
-            try:
-                left = left[os.write(self._descriptor, left) :]
-            except BlockingIOError:  # another program has made it non-blocking
-                select.select([], [self._descriptor], [])
-            except OSError:  # nobody reads it: later output, this program's own too, is dropped
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, self._descriptor)
-                os.close(nowhere)
+        _write_all(self._descriptor, data)
 
 
-class LiveRankLines:
-    r"""`RankLines` for a stream that is an object, with lines that are rewritten after "\r".
+def _write_all(descriptor: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        try:
+            left = left[os.write(descriptor, left) :]
+        except BlockingIOError:  # another program has made it non-blocking
+            select.select([], [descriptor], [])
+        except OSError:  # nobody reads it: later output, this program's own too, is dropped
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
 
-        rank 0: "\r 10%"      rank 1: "hello\n"                       rank 0: "\r 20%\n"
-        -> "[rank 0]  10%"    "\r[rank 1] hello\n" "[rank 0]  10%"    "\r[rank 0]  20%\n"
 
-    It is the last line of the stream while it changes; of several ranks' the last that changed.
-    Bars below another (tqdm's `position=1`, which goes down and up again) take turns there.
+class Screen(ABC):
+    r"""A notebook's stream or a terminal, whose last line may change.
+
+    live     that line; empty if the last one is complete
+    owner    whose it is
+    errors   how bytes are decoded that are no text, as in `bytes.decode`
     """
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream: TextIO | None = stream
-        self._decoders: dict[int, codecs.IncrementalDecoder] = defaultdict(
-            lambda: codecs.getincrementaldecoder("utf-8")("replace")
-        )
-        self._begun: dict[int, str] = {}
-        self._live = ""  # the line that is shown and may change
-        self._owner = -1  # its rank
+    errors: ClassVar[str]
 
-    def write(self, rank: int, data: bytes) -> None:
-        """Take a piece of the output of `rank`."""
-        text = self._begun.pop(rank, "") + self._decoders[rank].decode(data)
-        *lines, rest = _MOVES.sub("", text).split("\n")
-        if len(rest) >= LONGEST_LINE:
-            lines, rest = [*lines, rest], ""
-        prefix, live = f"[rank {rank}] ", "" if rank == self._owner else self._live
-        if "\r" in rest:
-            seen = _seen(rest)
-            rest = f"\r{seen}\r" if rest.endswith("\r") else f"\r{seen}"
-            if seen.strip():
-                live, self._owner = prefix + seen.replace(_UP, ""), rank
-        if rest:
-            self._begun[rank] = rest
-        self._pass_on("".join(f"{prefix}{_seen(line)}\n" for line in lines), live)
+    def __init__(self) -> None:
+        self.live = ""
+        self.owner: tuple[object, int] | None = None
 
-    def finish(self) -> None:
-        """Pass on unfinished lines as whole ones."""
-        for rank in list(self._begun):
-            self.write(rank, b"\n")
-
-    def _pass_on(self, text: str, live: str) -> None:
-        if not text and live == self._live:
+    def show(self, text: str, live: str) -> None:
+        """Write lines before the one that changes, and what is to be seen of that now."""
+        live = self.fitting(live)
+        if not text and live == self.live:
             return
         text += live
-        if self._live:  # spaces: not everything that shows "\r" knows how to erase a line
+        if self.live:  # spaces: not everything that shows "\r" knows how to erase a line
             line, newline, rest = text.partition("\n")
-            text = f"\r{line.ljust(len(self._live))}{newline}{rest}"
+            text = f"\r{line.ljust(len(self.live))}{newline}{rest}"
             if not (newline or live):
                 text += "\r"
-        self._live = live
+        self.live = live
+        self.write(text)
+
+    @abstractmethod
+    def fitting(self, line: str) -> str:
+        """Return as much of a line as can be written over again."""
+
+    @abstractmethod
+    def write(self, text: str) -> None:
+        """Write, or drop what nobody reads."""
+
+
+class Stream(Screen):
+    """An object, as `sys.stdout` is in a notebook."""
+
+    errors = "replace"
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream: TextIO | None = stream
+
+    @override
+    def fitting(self, line: str) -> str:
+        return line
+
+    @override
+    def write(self, text: str) -> None:
         try:
             if self._stream is not None:
                 self._stream.write(text)
@@ -132,8 +141,77 @@ class LiveRankLines:
             self._stream = None
 
 
+class Terminal(Screen):
+    """A descriptor. Bytes go through unchanged, and a line that changes is no wider than it."""
+
+    errors = "surrogateescape"
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+
+    @override
+    def fitting(self, line: str) -> str:
+        try:
+            columns = os.get_terminal_size(self._descriptor).columns or _COLUMNS
+        except OSError:  # it has gone away
+            columns = _COLUMNS
+        return line if len(line) < columns else _COLOURS.sub("", line)[: columns - 1]
+
+    @override
+    def write(self, text: str) -> None:
+        _write_all(self._descriptor, text.encode(errors=self.errors))
+
+
+class LiveRankLines:
+    r"""`RankLines` for a screen, with lines that are rewritten after "\r".
+
+        rank 0: "\r 10%"      rank 1: "hello\n"                       rank 0: "\r 20%\n"
+        -> "[rank 0]  10%"    "\r[rank 1] hello\n" "[rank 0]  10%"    "\r[rank 0]  20%\n"
+
+    It is the last line of the screen while it changes; of several ranks' the last that changed.
+    Bars below another (tqdm's `position=1`, which goes down and up again) take turns there.
+    """
+
+    def __init__(self, screen: Screen, last: dict[int, bytes] | None = None) -> None:
+        self._screen = screen
+        self._last = {} if last is None else last
+        self._decoders: dict[int, codecs.IncrementalDecoder] = defaultdict(
+            lambda: codecs.getincrementaldecoder("utf-8")(screen.errors)
+        )
+        self._begun: dict[int, str] = {}
+
+    def write(self, rank: int, data: bytes) -> None:
+        """Take a piece of the output of `rank`."""
+        screen, me = self._screen, (self, rank)
+        text = self._begun.pop(rank, "") + self._decoders[rank].decode(data)
+        *lines, rest = _MOVES.sub("", text).split("\n")
+        if len(rest) >= LONGEST_LINE:
+            lines, rest = [*lines, rest], ""
+        lines = [_seen(line) for line in lines]
+        prefix, live = f"[rank {rank}] ", "" if screen.owner == me else screen.live
+        if "\r" in rest:
+            seen = _seen(rest)
+            rest = f"\r{seen}\r" if rest.endswith("\r") else f"\r{seen}"
+            if seen.strip():
+                live, screen.owner = prefix + seen.replace(_UP, ""), me
+        if rest:
+            self._begun[rank] = rest
+        if lines:
+            shown = "\n".join(lines).encode(errors=screen.errors)
+            self._last[rank] = shown[-_KEPT:] or self._last.get(rank, b"")
+        screen.show("".join(f"{prefix}{line}\n" for line in lines), live)
+
+    def finish(self) -> None:
+        """Pass on unfinished lines as whole ones."""
+        for rank in list(self._begun):
+            self.write(rank, b"\n")
+
+
 _UP = "\x1b[A"  # moves a terminal's cursor one line up
 _MOVES = re.compile(r"\x1b\[A\n|\x1b\[\?25[hl]")  # up and down again; and hide or show the cursor
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_COLUMNS = 80  # of a terminal that does not say
 
 
 def _seen(line: str) -> str:
@@ -150,15 +228,23 @@ class RankPipes:
 
     def __init__(self, out: int | TextIO, err: int | TextIO) -> None:
         self.last: dict[int, bytes] = {}
-        self._lines = [
-            RankLines(to, self.last) if isinstance(to, int) else LiveRankLines(to)
-            for to in (out, err)
-        ]
+        screens: dict[object, Screen] = {}  # of both, if they are one
+        self._lines = [self._lines_of(to, screens) for to in (out, err)]
         self._selector = selectors.DefaultSelector()
         reader, self._writer = os.pipe()
         self._selector.register(reader, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._read, name="rank output", daemon=True)
         self._thread.start()
+
+    def _lines_of(
+        self, to: int | TextIO, screens: dict[object, Screen]
+    ) -> RankLines | LiveRankLines:
+        if not isinstance(to, int):
+            return LiveRankLines(screens.setdefault(to, Stream(to)))
+        if not os.isatty(to):
+            return RankLines(to, self.last)
+        screen = screens.setdefault(os.fstat(to).st_rdev, Terminal(to))
+        return LiveRankLines(screen, self.last)
 
     def open(self, rank: int) -> tuple[int, int]:
         """Return the ends of two new pipes for `rank` to write to: its output, and its errors.

@@ -73,6 +73,7 @@ class Job:
     grace: float | None = None
     bind: str = ""  # to which cores ranks are bound: one of `binding.WAYS`
     insecure: bool = False  # whether a job on several hosts may run without a token
+    remark: str = ""  # a line for the user, at the beginning
 
     def check(self) -> None:
         """Raise `InvalidWorldSizeError`, `InvalidRankError` or `MisuseError` for wrong options."""
@@ -156,6 +157,8 @@ def run(job: Job) -> int:
     open_standard_streams()
     with Signals() as signals:
         job.check()
+        if job.remark:
+            sys.stderr.write(f"phalanx: {job.remark}\n")
         if job.insecure and job.nodes > 1 and not find_token():
             sys.stderr.write(
                 "phalanx: --insecure: everybody who reaches these hosts can read what the ranks "
