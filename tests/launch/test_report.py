@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+import phalanx
 from phalanx.errors import (
     CollectiveTimeoutError,
     DesyncError,
@@ -331,3 +332,32 @@ def test_notes_are_in_the_traceback_and_not_in_the_line() -> None:
     error.add_note("the last operations of rank 0:")
     assert error_line(error) == "ValueError: a bug"
     assert "the last operations" in format_traceback(error, hide=())
+
+
+def test_a_traceback_has_the_programs_own_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program calls Phalanx, which calls the program."""
+    monkeypatch.delenv("PHALANX_LOG", raising=False)
+
+    def fails(backend: phalanx.Backend) -> None:
+        raise ValueError("a bug")
+
+    def program() -> None:
+        try:
+            phalanx.simulate(fails, 1)
+        except ValueError as error:
+            raise RuntimeError("more") from error
+
+    with pytest.raises(RuntimeError) as caught:
+        program()
+    text = format_traceback(caught.value, hide=())
+    assert text.count(__file__) == 4
+    assert "simulate.py" not in text
+    monkeypatch.setenv("PHALANX_LOG", "debug")
+    assert "simulate.py" in format_traceback(caught.value, hide=())
+
+
+def test_an_error_of_this_package_alone_keeps_its_lines() -> None:
+    with pytest.raises(TypeError) as caught:
+        phalanx.simulate(3, 1)  # type: ignore[arg-type]
+    assert "simulate.py" not in format_traceback(caught.value, hide=())
+    assert "simulate.py" in format_traceback(caught.value, hide=[__file__])

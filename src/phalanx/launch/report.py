@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from phalanx.errors import DistributedError, MisuseError, PeerLostError, RankStopped, name_ranks
@@ -287,7 +288,10 @@ def print_restart(exits: Collection[RankExit], elsewhere: str, restart: str) -> 
 
 
 # ------------------------------------------------------------------------------
-# Tracebacks as the user's own code would give them: without the frames that started it.
+# Tracebacks as the user's own code would give them: without the frames that started it, and without
+# this package's, unless there are no others or PHALANX_LOG is "debug".
+
+_OWN = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 def format_traceback(error: BaseException, *, hide: Collection[str]) -> str:
@@ -298,7 +302,20 @@ def format_traceback(error: BaseException, *, hide: Collection[str]) -> str:
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in hide:
         frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames))
+    told = traceback.TracebackException(type(error), error, frames)
+    if os.environ.get("PHALANX_LOG") != "debug":
+        _leave_out_own(told)
+    return "".join(told.format())
+
+
+def _leave_out_own(told: traceback.TracebackException) -> None:
+    """Leave this package's frames out of an error's, and of those that it came from."""
+    others = [frame for frame in told.stack if not frame.filename.startswith(_OWN)]
+    if others:
+        told.stack = traceback.StackSummary.from_list(others)
+    for before in (told.__cause__, told.__context__):
+        if before is not None:
+            _leave_out_own(before)
 
 
 def error_line(error: BaseException) -> str:
