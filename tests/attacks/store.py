@@ -307,15 +307,15 @@ def folder() -> Iterator[Path]:
 
 
 @contextmanager
-def decoy() -> Iterator[int]:
-    """A port where callers are heard and hung up on."""
+def decoy(patience: float = 0.1) -> Iterator[int]:
+    """A port where callers are heard for so many seconds, and hung up on."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def hang_up() -> None:
         with suppress(OSError):
             while True:
                 with listener.accept()[0] as caller:
-                    caller.settimeout(0.1)
+                    caller.settimeout(patience)
                     with suppress(OSError):
                         caller.recv(4096)
 
@@ -393,29 +393,42 @@ def attack_memory() -> bool:
 
 
 def attack_garbage() -> bool:
-    """Idle, half and random callers, before the second node comes, and while the job ends."""
+    """Idle, half and random callers, before the second node comes, and while the job ends.
+
+    The job that it is compared with has them at another port.
+    """
     with folder() as place:
-        quiet = formed(Started("nodes", place).end()[1])
+        with decoy(patience=0.0) as port:
+            job = Started("nodes", place)
+            with called_at(port):
+                quiet = formed(job.end()[1])
         job = Started("nodes", place, STEPS="10")
-        callers, over = [], threading.Event()
-
-        def call() -> None:
-            while not over.wait(0.002) and len(callers) < 1500:
-                with suppress(OSError):
-                    caller = socket.create_connection(("127.0.0.1", job.port), 1)
-                    callers.append(caller)
-                    caller.sendall(
-                        secrets.token_bytes(random.choice((0, 1, 3, 512)))
-                        if len(callers) % 2
-                        else b"PHX?\x01\xff\xff"[: len(callers) % 8]
-                    )
-
-        thread = threading.Thread(target=call)
-        thread.start()
-        codes, said = job.end()
-        over.set()
-        thread.join()
+        with called_at(job.port):
+            codes, said = job.end()
         return is_right(codes, said) and formed(said) <= quiet + LATER
+
+
+@contextmanager
+def called_at(port: int) -> Iterator[None]:
+    """Let 1,500 callers come to a port, one after the other."""
+    callers, over = [], threading.Event()
+
+    def call() -> None:
+        while not over.wait(0.002) and len(callers) < 1500:
+            with suppress(OSError):
+                caller = socket.create_connection(("127.0.0.1", port), 1)
+                callers.append(caller)
+                caller.sendall(
+                    secrets.token_bytes(random.choice((0, 1, 3, 512)))
+                    if len(callers) % 2
+                    else b"PHX?\x01\xff\xff"[: len(callers) % 8]
+                )
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    yield
+    over.set()
+    thread.join()
 
 
 def attack_local_user() -> bool:
