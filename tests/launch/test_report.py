@@ -356,6 +356,14 @@ def test_a_traceback_has_the_programs_own_lines(monkeypatch: pytest.MonkeyPatch)
     assert "simulate.py" in format_traceback(caught.value, hide=())
 
 
+def test_a_fault_of_this_package_shows_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PHALANX_LOG", raising=False)
+    monkeypatch.setattr("phalanx.launch.simulate.SimulatedBackend", None)  # has no create_group
+    with pytest.raises(AttributeError) as caught:
+        phalanx.simulate(print, 1)
+    assert "simulate.py" in format_traceback(caught.value, hide=())
+
+
 def test_an_error_of_this_package_alone_keeps_its_lines() -> None:
     with pytest.raises(TypeError) as caught:
         phalanx.simulate(3, 1)  # type: ignore[arg-type]

@@ -104,6 +104,8 @@ def test_a_script_runs_as_python_would_run_it(tmp_path: Path, environ: dict[str,
         ([], [], "phalanx: 1 rank, for -n was not given. Two: phalanx run -n 2 {}"),
         ([], ["-np=2"], "phalanx: 1 rank: -np=2 behind {0} is the script's own. Before it: "
                         "phalanx run -n 2 {0}"),
+        ([], ["-n2"], "phalanx: 1 rank: -n2 behind {0} is the script's own. Before it: "
+                      "phalanx run -n 2 {0}"),
         (["-n", "1"], ["-n", "2"], ""),
     ],
 )  # fmt: skip

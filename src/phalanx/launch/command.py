@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -10,6 +11,8 @@ from typing import Annotated
 import typer
 
 from phalanx.errors import DistributedError
+
+_RANKS = re.compile(r"(-np?|--ranks|--nproc[-_]per[-_]node)(=.*)?|-n\d+")
 
 Script = Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.")]
 Args = Annotated[
@@ -146,8 +149,7 @@ def run_command(
 def _about_one_rank(script: str, words: Sequence[str], *, module: bool) -> str:
     """Return a line for a job of one rank, for which nobody has asked."""
     more = f"phalanx run -n 2 {'-m ' if module else ''}{script}"
-    names = "-n", "--ranks", "-np", "--nproc-per-node", "--nproc_per_node"
-    behind = next((word for word in words if word.partition("=")[0] in names), "")
+    behind = next(filter(_RANKS.fullmatch, words), "")
     if behind:
         return f"1 rank: {behind} behind {script} is the script's own. Before it: {more}"
     return f"1 rank, for -n was not given. Two: {more}"

@@ -289,7 +289,8 @@ def print_restart(exits: Collection[RankExit], elsewhere: str, restart: str) -> 
 
 # ------------------------------------------------------------------------------
 # Tracebacks as the user's own code would give them: without the frames that started it, and without
-# this package's, unless there are no others or PHALANX_LOG is "debug".
+# this package's. These stay if there are no others, if a fault of this package is the cause, and if
+# PHALANX_LOG is "debug".
 
 _OWN = f"{Path(__file__).parents[1]}{os.sep}"
 
@@ -304,18 +305,21 @@ def format_traceback(error: BaseException, *, hide: Collection[str]) -> str:
         frames = frames.tb_next
     told = traceback.TracebackException(type(error), error, frames)
     if os.environ.get("PHALANX_LOG") != "debug":
-        _leave_out_own(told)
+        _leave_out_own(told, error)
     return "".join(told.format())
 
 
-def _leave_out_own(told: traceback.TracebackException) -> None:
+def _leave_out_own(told: traceback.TracebackException, error: BaseException) -> None:
     """Leave this package's frames out of an error's, and of those that it came from."""
-    others = [frame for frame in told.stack if not frame.filename.startswith(_OWN)]
-    if others:
+    own = [frame.filename.startswith(_OWN) for frame in told.stack]
+    on_purpose = isinstance(error, (DistributedError, TypeError, ValueError))
+    if not all(own) and (on_purpose or not own[-1]):
+        others = [frame for frame, ours in zip(told.stack, own, strict=True) if not ours]
         told.stack = traceback.StackSummary.from_list(others)
-    for before in (told.__cause__, told.__context__):
-        if before is not None:
-            _leave_out_own(before)
+    before = (told.__cause__, error.__cause__), (told.__context__, error.__context__)
+    for told_before, error_before in before:
+        if told_before is not None and error_before is not None:
+            _leave_out_own(told_before, error_before)
 
 
 def error_line(error: BaseException) -> str:
