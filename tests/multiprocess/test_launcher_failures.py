@@ -147,6 +147,6 @@ def test_no_home_and_no_path_are_needed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("print('here')")
     ended = subprocess.run(
-        [*RUN, str(script)], env={}, capture_output=True, check=False, timeout=60
+        [*RUN, "-n", "1", str(script)], env={}, capture_output=True, check=False, timeout=60
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"[rank 0] here\n", b"")
