@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import monotonic
 from types import TracebackType
 
 from rich.console import Console
@@ -16,6 +17,9 @@ from rich.progress import (
 
 from language_model.history import HeldOutPoint, TrainPoint
 
+FEW = 5  # steps from which the time of the others is estimated; the first one takes longer
+SHORT = 10.0  # seconds of which nothing is said
+
 
 class TrainingProgress:
     """Shows the points of a run as they come; nothing at all unless `visible`."""
@@ -23,6 +27,8 @@ class TrainingProgress:
     def __init__(self, steps: int, *, done: int, visible: bool) -> None:
         self._console = Console(quiet=not visible, highlight=False, soft_wrap=True)
         self._steps = steps
+        self._left = steps - done
+        self._times: list[float] = []  # when steps were done, the first few
         self._bar: Progress | None = None
         self._task = TaskID(0)
         if visible and self._console.is_terminal:
@@ -56,8 +62,19 @@ class TrainingProgress:
 
     def advance(self) -> None:
         """One more step is done."""
+        self._left -= 1
         if self._bar is not None:
             self._bar.advance(self._task)
+        elif len(self._times) <= FEW:
+            self._times.append(monotonic())
+            if len(self._times) > FEW:
+                self._say_how_long((self._times[-1] - self._times[0]) / FEW * self._left)
+
+    def _say_how_long(self, seconds: float) -> None:
+        if seconds >= SHORT:
+            minutes, rest = divmod(round(seconds), 60)
+            took = f"{minutes} min {rest} s" if minutes else f"{rest} s"
+            self.say(f"{self._left} steps to go: about {took} on this machine")
 
     def trained(self, point: TrainPoint) -> None:
         """Some steps are done; this is their mean."""

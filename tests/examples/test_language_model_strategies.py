@@ -180,3 +180,17 @@ def test_a_run_that_has_met_seldom_goes_on_with_other_ranks_and_strategies(tmp_p
         for run in runs:
             assert [point.step for point in run.history.steps] == [*range(1, number + 2)]
             assert torch.equal(parameters(run), parameters(runs[0]))
+
+
+@pytest.mark.parametrize(
+    ("a_step", "said"), [(0.5, "94 steps to go: about 47 s on this machine\n"), (0.1, "")]
+)
+def test_after_a_few_steps_it_says_how_long_the_others_take(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], a_step: float, said: str
+) -> None:
+    times = iter([20.0 + a_step * number for number in range(6)])
+    monkeypatch.setattr("language_model.progress.monotonic", lambda: next(times))
+    progress = TrainingProgress(100, done=0, visible=True)
+    for _ in range(7):
+        progress.advance()
+    assert capsys.readouterr().out == said
