@@ -188,5 +188,6 @@ def device_of(place: int, ranks: int) -> torch.device:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type not in device_kinds():
         return torch.device("cpu")
-    enough = ranks <= torch.accelerator.device_count()
-    return torch.device(accelerator.type, place) if enough else torch.device("cpu")
+    if torch.accelerator.device_count() < ranks:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, place)

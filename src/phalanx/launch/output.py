@@ -57,15 +57,12 @@ class RankLines:
         if newline:
             self._last[rank] = lines[-_KEPT:] or self._last.get(rank, b"")
             prefix = b"[rank %d] " % rank
-            self._pass_on(prefix + lines.replace(b"\n", b"\n" + prefix) + b"\n")
+            _write_all(self._descriptor, prefix + lines.replace(b"\n", b"\n" + prefix) + b"\n")
 
     def finish(self) -> None:
         """Pass on unfinished lines as whole ones."""
         for rank in list(self._begun):
             self.write(rank, b"\n")
-
-    def _pass_on(self, data: bytes) -> None:
-        _write_all(self._descriptor, data)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
