@@ -65,7 +65,7 @@ BUDGETS = {  # of each package: lines, files
     "ops.observe": (3_930, 19),
     "optim": (410, 3),
     "parallel": (4_960, 23),
-    "pipeline": (2_092, 8),
+    "pipeline": (2_101, 8),
     "tensor": (1_700, 9),
     "torch_backend": (1_860, 9),
     "training": (1_480, 7),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ from ddp_runs import outcome_of, rows_of
 from torch import Tensor
 
 from phalanx import (
+    DDP,
     FSDP,
     Backend,
     DesyncError,
     GradScaler,
+    ShardedOptimizer,
     ShardingStrategy,
     clip_grad_norm_,
     simulate,
@@ -80,6 +83,42 @@ def test_training_with_a_scaler_equals_plain_training(
                 torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
         else:
             assert state["scale"] == 8  # doubled after two steps, halved by the third
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda model: ShardedOptimizer(torch.optim.SGD, model, lr=0.1),
+    ],
+    ids=["a plain optimizer", "ShardedOptimizer"],
+)
+def test_a_scaler_that_is_not_enabled_changes_nothing(make: Any) -> None:
+    """As in scripts that turn mixed precision on and off by one option."""
+
+    def run(enabled: bool, backend: Backend) -> tuple[float, list[Tensor]]:
+        model = DDP(mlp(), backend)
+        optimizer = make(model)
+        scaler = GradScaler(backend, enabled=False)
+        inputs, targets = vectors(12, seed=backend.rank)
+        loss = loss_of(model(inputs), targets)
+        (scaler.scale(loss) if enabled else loss).backward()
+        if enabled:
+            scaler.unscale_(optimizer)
+        clip_grad_norm_(model, 0.5)
+        if enabled:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+        return scaler.get_scale(), [p.detach() for p in model.parameters()]
+
+    for with_it, without in zip(
+        simulate(partial(run, True), 2), simulate(partial(run, False), 2), strict=True
+    ):
+        assert with_it[0] == without[0] == 1.0
+        for one, other in zip(with_it[1], without[1], strict=True):
+            assert torch.equal(one, other)
 
 
 def test_an_optimizer_without_parameters_skips_with_that_of_the_other_ranks() -> None:

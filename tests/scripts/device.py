@@ -10,6 +10,9 @@ tests is installed, its simulated one, which has streams. Ranks share devices wh
     order        what a stream was given before a collective is in it, and its result is there for
                  what the stream is given next, though nobody waits for the device
     training     DDP, and FSDP of every strategy, over tcp and shm: the parameters of plain training
+    script       a whole training script of uneven micro-batches: `step`, `BatchSampler`,
+                 `ShardedOptimizer`, clipping, a checkpoint and another model that goes on from it,
+                 `GradScaler` under autocast, `mean`: what one process comes to on that device
     torch        `init_process_group("cpu:phalanx,cuda:nccl")` and the other order: collectives,
                  messages, groups and torch's DDP, of tensors on both. Ranks with a GPU each
     nccl         NCCL by way of `TorchBackend`, beside torch.distributed on the same group, in
@@ -22,8 +25,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -36,6 +41,7 @@ import torch
 import torch.distributed as dist
 from clusters import Cluster, Hybrid, SharedMemory, SubOf, Tcp, loopback_listener
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx
 import phalanx.torch_backend
@@ -280,6 +286,118 @@ def training(ranks: int) -> Iterator[tuple[str, int, list[str]]]:
 
 
 # ------------------------------------------------------------------------------
+# A whole training script on the device, beside one process that has the joined batches.
+
+SAMPLES, JOINED, HALF = 45, 13, 2  # an epoch is 4 steps, the last of 6 samples
+Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def samples_of(half: bool) -> TensorDataset:
+    dtype = torch.float32 if half else torch.float64
+    inputs = torch.randn(SAMPLES, 16, generator=torch.Generator().manual_seed(7), dtype=dtype)
+    return TensorDataset(inputs, inputs[:, :4].abs())
+
+
+def script(
+    wrap: str, half: bool, folder: str, backend: Backend
+) -> tuple[list[Tensor], list[float]]:
+    """Two epochs; after a few steps another model goes on from a checkpoint."""
+    device = device_of(backend.rank)
+    torch.accelerator.set_device_index(device)
+    data = samples_of(half)
+    inputs, targets = (tensor.to(device) for tensor in data.tensors)
+    sampler = phalanx.BatchSampler(SAMPLES, backend, batch_size=JOINED, seed=3)
+    loader = DataLoader(data, batch_sampler=sampler, pin_memory=device.type == "cuda")
+    scaler = phalanx.GradScaler(backend, device.type, init_scale=1024.0, enabled=half)
+
+    def build() -> tuple[DDP | FSDP, torch.optim.Optimizer]:
+        model = model_of().to(device, inputs.dtype)
+        wrapped = (
+            DDP(model, backend)
+            if wrap == "DDP"
+            else FSDP(model, backend, strategy=getattr(ShardingStrategy, wrap))
+        )
+        return wrapped, phalanx.ShardedOptimizer(torch.optim.AdamW, wrapped, lr=0.02)
+
+    wrapped, optimizer = build()
+    losses: list[float] = []
+    for _ in range(2):
+        for x, y in sampler.track(loader):
+            parts = [*zip(x.split(2), y.split(2), strict=True)]
+            with wrapped.step(len(x), micro_batches=len(parts)) as step:
+                for some_x, some_y in parts:
+                    with torch.autocast(device.type, torch.float16, enabled=half):
+                        outputs = wrapped(some_x.to(device, non_blocking=True))
+                    loss = (outputs - some_y.to(device, non_blocking=True)).pow(2).sum()
+                    step.backward(scaler.scale(loss))
+            scaler.unscale_(optimizer)
+            phalanx.clip_grad_norm_(wrapped, 1.0)
+            scaler.step(optimizer)
+            losses.append(step.loss / scaler.get_scale())
+            scaler.update()
+            optimizer.zero_grad()
+            if len(losses) == HALF:
+                state = {"model": wrapped, "optimizer": optimizer, "backend": backend}
+                phalanx.save_checkpoint(folder, step=HALF, async_save=True, **state).wait()
+                wrapped, optimizer = build()
+                state = {"model": wrapped, "optimizer": optimizer, "backend": backend}
+                phalanx.load_checkpoint(folder, **state)
+    rows = list(range(backend.rank, SAMPLES, backend.world_size))
+    with torch.no_grad():
+        errors = (wrapped(inputs[rows]) - targets[rows]).pow(2).sum(1)
+    losses.append(float(phalanx.mean(errors, backend)))
+    values = wrapped.full_state_dict() if isinstance(wrapped, FSDP) else wrapped.module.state_dict()
+    return [value.cpu() for value in values.values()], losses
+
+
+def script_alone(half: bool, backend: Backend) -> tuple[list[Tensor], list[float]]:
+    """What `script` comes to in one process, on the device, with torch alone."""
+    device = device_of(0)
+    inputs, targets = (tensor.to(device) for tensor in samples_of(half).tensors)
+    model = model_of().to(device, inputs.dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    scaler = torch.amp.GradScaler(device.type, init_scale=1024.0, enabled=half)
+    losses: list[float] = []
+    sampler = phalanx.BatchSampler(SAMPLES, backend, batch_size=JOINED, seed=3)
+    for _ in range(2):
+        for rows in sampler:
+            with torch.autocast(device.type, torch.float16, enabled=half):
+                outputs = model(inputs[rows])
+            loss = (outputs - targets[rows]).pow(2).sum() / len(rows)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    with torch.no_grad():
+        losses.append((model(inputs) - targets).pow(2).sum(1).mean().item())
+    return [p.detach().cpu() for p in model.parameters()], losses
+
+
+def whole_script(ranks: int) -> Iterator[tuple[str, int, list[str]]]:
+    for half, within in ((False, 1e-9), (True, 2e-2)):
+        expected, losses = phalanx.simulate(partial(script_alone, half), 1)[0]
+        for name, wrap in itertools.product(("tcp", "shm"), ("DDP", "FULL_SHARD", "SHARD_GRAD_OP")):
+            right, wrong = 0, []
+            with tempfile.TemporaryDirectory() as folder:
+                results = spawn(partial(script, wrap, half, folder), ranks, name, timeout=TIMEOUT)
+            for rank, (parameters, seen) in enumerate(results):
+                pairs = [
+                    *zip(parameters, expected, strict=True),
+                    (torch.tensor(seen), torch.tensor(losses)),
+                ]
+                far = max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+                if far <= within:
+                    right += 1
+                else:
+                    wrong.append(f"rank {rank}: off by {far:.1e}")
+            what = "autocast and GradScaler" if half else "doubles"
+            yield f"{wrap} over {name}, {what}", right, wrong
+
+
+# ------------------------------------------------------------------------------
 # torch.distributed, with a backend for each device.
 
 BOTH_ORDERS = ("cpu:phalanx,cuda:nccl", "cuda:nccl,cpu:phalanx")
@@ -399,6 +517,7 @@ PARTS: Mapping[str, Callable[[int], Iterator[tuple[str, int, list[str]]]]] = Map
         "collectives": collectives,
         "order": order,
         "training": training,
+        "script": whole_script,
         "torch": torch_groups,
         "nccl": nccl,
     }

@@ -33,8 +33,9 @@ class GradScaler(torch.amp.GradScaler):
 
     `options` are torch's (`init_scale`, `growth_interval`, ...). Costs a message of 4 bytes a step,
     in `unscale_` or `step`, which block; every rank calls them (Micikevicius et al. 2018). With
-    several optimizers each rank has as many, in one order; one whose parameters are all on other
-    ranks, such as that of a head in a pipeline, has none: `SGD([{"params": []}], lr=0.1)`.
+    `enabled=False` nothing is scaled or sent. With several optimizers each rank has as many, in one
+    order; one whose parameters are all on other ranks, such as that of a head in a pipeline, has
+    none: `SGD([{"params": []}], lr=0.1)`.
     """
 
     def __init__(self, backend: Backend, device: str = "cpu", **options: Any) -> None:
@@ -57,6 +58,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Take the optimizer's step on all ranks, or skip it on all; tell wrappers of a skip."""
+        if not self.is_enabled():
+            return super().step(optimizer, *args, **kwargs)
         if hasattr(type(optimizer), "skips_together"):
             optimizer.skips_together = True  # type: ignore[attr-defined]
         result = super().step(optimizer, *args, **kwargs)

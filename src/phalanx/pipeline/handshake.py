@@ -20,6 +20,7 @@ from xxhash import xxh3_64_intdigest
 from phalanx import errors
 from phalanx.collectives import all_gather, all_gather_object
 from phalanx.core.backend import Backend
+from phalanx.core.device import device_kinds
 from phalanx.errors import DesyncError, DistributedError, MisuseError, SizeMismatchError
 from phalanx.parallel.guards import check_agreement, refuse
 from phalanx.pipeline.stage_p2p import MessageLayout, Tree
@@ -111,11 +112,12 @@ def step_metadata(module: nn.Module, inputs: Tree) -> int:
     number of samples. If it differs, layouts are sent anew.
     """
     layout, _ = MessageLayout.of(inputs, "inputs")
+    kinds = sorted(device_kinds())
     return _digest(
         [submodule.training for submodule in module.modules()],
         [parameter.requires_grad for parameter in module.parameters()],
         str(torch.get_default_dtype()),
-        str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else "",
+        [str(torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)],
         repr(layout.structure),
         [(spec.dtype, spec.shape[1:], spec.needs_grad) for spec in layout.specs],
     )

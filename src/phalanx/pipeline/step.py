@@ -22,7 +22,8 @@ Replicas, pipelines with the same layers, may each have a part of the step's bat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from phalanx.core.backend import Backend
+from phalanx.core.device import device_kinds
 from phalanx.errors import MisuseError
 from phalanx.parallel.ddp import DDP
 from phalanx.parallel.joined_step import JoinedStep, checked_weight
@@ -237,7 +239,7 @@ class PipelineStep:
         if is_last or any(gradient is not None for gradient in sent.gradients):
             began = perf_counter()
             gradient = torch.full_like(root, self.weights[j] if is_last else 1.0)
-            with _as_in_forward():
+            with without_autocast():
                 if self.splits:
                     parts = backward_input(root, gradient, received.start)
                     if parts:
@@ -252,15 +254,20 @@ class PipelineStep:
 
     def _backward_weights(self, message: StageMessage) -> None:
         began = perf_counter()
-        with _as_in_forward():
+        with without_autocast():
             for part in self._later.pop(message[1:], ()):
                 part.run()
         self.busy += perf_counter() - began
 
 
-def _as_in_forward() -> torch.autocast:
+@contextmanager
+def without_autocast() -> Iterator[None]:
     """Turn autocast off: gradients have forward's dtypes, also if train_step is under autocast."""
-    return torch.autocast("cpu", enabled=False)
+    with ExitStack() as stack:
+        for kind in device_kinds():
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 class ReplicaStep(JoinedStep):
