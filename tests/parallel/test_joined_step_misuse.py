@@ -37,12 +37,12 @@ Do = Callable[[Any, Backend], Any]
 
 
 def errors_of(wrap: Wrapping, do: Do, ranks: int = 2) -> list[BaseException]:
-    """What each rank raises."""
+    """What each rank raises, in this step or in its next call."""
 
     def body(model: nn.Module, backend: Backend) -> BaseException | None:
         wrapped = wrap(model, backend)
         backend.barrier()
-        return outcome_of(lambda: do(wrapped, backend))
+        return outcome_of(lambda: do(wrapped, backend)) or outcome_of(backend.barrier)
 
     found = wrap.on_ranks(ranks, build, body)
     assert all(found), f"some ranks are told of nothing: {found}"

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
-from phalanx.collectives import all_reduce_, recv, send
+from phalanx.collectives import PendingCollective, async_all_reduce_, recv, send
 from phalanx.core.backend import Backend
 from phalanx.errors import DistributedError, MisuseError
 from phalanx.parallel.averaging import RowGradient
@@ -108,12 +108,16 @@ class AveragingWrapper(Wrapper):
                        of at least 0. With 0 it adds nothing, even if its loss is NaN
         micro_batches  number of `step.backward` calls of this rank; 0 if it has no batch
 
-        Every rank enters it, in `join` too, where ranks without a batch left are as with 0. Costs a
-        message of 16 bytes at its beginning and one of 8 at its end, which block. Raises, on every
-        rank, ValueError if a rank's weight is negative, infinite, NaN or has a gradient, or all are
-        0; `DesyncError` if ranks with parts of the same layers give others; `MisuseError` for a
-        step in a step, for gradients that were accumulated before it and not averaged, for backward
-        passes by another way, and if there are more or fewer than said.
+        Every rank enters it, in `join` too, where ranks without a batch left are as with 0. Costs
+        two messages. One of 16 bytes at its beginning is under way during the first forward pass;
+        with FSDP, and layers that communicate, it blocks. One of 8 bytes blocks at the end; with
+        DDP it is under way during the last backward pass.
+
+        Raises, on every rank, at its beginning or in the first `backward`: ValueError if a rank's
+        weight is negative, infinite, NaN or has a gradient, or all are 0; `DesyncError` if ranks
+        with parts of the same layers give others. Raises `MisuseError` for a step in a step, for
+        gradients that were accumulated before it and not averaged, for backward passes by another
+        way, and if there are more or fewer than said.
         """
         return JoinedStep(self, weight, micro_batches)
 
@@ -248,17 +252,20 @@ class MicroBatches:
         self.weight, self._count = self._checked(*self._given)
         self._factor = 1 / self.weight if self.weight else 0.0
         yield
+        self._check_complete()
         total = float(self._total())
         self.loss = total / self.weight if self.weight else nan
 
     def _total(self) -> Tensor:
-        """Return the sum of the losses; fail if there were fewer than said."""
+        """Return the sum of the losses."""
+        return sum((loss.cpu() for loss in self._losses), torch.zeros((), dtype=torch.float64))
+
+    def _check_complete(self) -> None:
         if self._done < self._count:
             self._fail(
                 f"step() was told of {self._count} micro-batches, and there were {self._done} "
                 "backward passes"
             )
-        return sum((loss.cpu() for loss in self._losses), torch.zeros((), dtype=torch.float64))
 
     def _fail(self, problem: str) -> NoReturn:
         who, rank = type(self._wrapper).__name__, self._backend.rank
@@ -270,18 +277,29 @@ class MicroBatches:
 class JoinedStep(MicroBatches):
     """A step that all ranks take together; see `step` of DDP and FSDP."""
 
+    leader = -1  # not known before `agree`
+
     def __init__(self, wrapper: Wrapper, weight: float | Tensor, micro_batches: int) -> None:
         super().__init__(wrapper, weight, micro_batches)
         self.keeps = False  # were there gradients of earlier steps
-        self._all = [m for m in wrapper.modules() if isinstance(m, AveragingWrapper)]
+        self._all = [m for m in wrapper.communicating if isinstance(m, AveragingWrapper)]
         self._in_rounds = any(each.in_rounds for each in self._all)
+        layers = [m for m in wrapper.communicating if not isinstance(m, Wrapper)]
+        self._meets_in_forward = self._in_rounds or bool(layers)
+        self._short: list[int] = []  # the ranks that follow the leader
+        self._agreed: Join | None = None  # as long as its headers were not looked at
+        self._added: PendingCollective[Tensor] | None = None  # the sum of the ranks' losses
         self._hooks: list[Any] = []
         self._in_backward = False
 
     # The agreement --------------------------------------------------------------------------
+    #
+    #     step()     a header to the others
+    #     forward    meanwhile; ranks that meet in it wait for the others' headers before
+    #     backward   waits for them: losses are scaled by the sum of all weights
 
     def __enter__(self) -> Self:
-        outer = self._all[0].passes.join if self._all else None
+        agreed = self._all[0].passes.join if self._all else None
         if self._backend in OPEN_STEPS:
             self._fail("step() inside step()")
         problem, weight, count = None, nan, 0
@@ -289,13 +307,15 @@ class JoinedStep(MicroBatches):
             weight, count = self._checked(*self._given)
         except Exception as error:  # which the others, who wait, are told of
             problem = error
-        agreed = outer or Join(self._wrapper, self._backend)
+        agreed = agreed or Join(self._wrapper, self._backend)
         try:
-            agreed.exchange(JoinPhase.STEP, weight, count)
+            agreed.announce(JoinPhase.STEP, weight, count)
+            if problem is not None:
+                agreed.agree()
         finally:
             if problem is not None:
                 raise problem
-        self.begin(agreed)
+        self.begin(agreed, weight, count)
         return self
 
     def _checked(self, weight: float | Tensor, count: int) -> tuple[float, int]:
@@ -317,27 +337,37 @@ class JoinedStep(MicroBatches):
                 )
         return number, count
 
-    def begin(self, agreed: Join) -> None:
-        """Begin, with what the ranks have agreed on; also on a rank that `join` has left."""
+    def begin(self, agreed: Join, weight: float = 0.0, count: int = 0) -> None:
+        """Begin, with this rank's part of it: nothing, on a rank that `join` has left."""
+        self._agreed, self._count = agreed, count
+        self._passes = [each.passes for each in self._all]
+        self._before = [each.join for each in self._passes]
+        if self._meets_in_forward:
+            self.agree()
+        for number, each in enumerate(self._passes):
+            each.join = InStep(self, number)
+        if not weight and count:  # no NaN of this rank may reach the others
+            leaves: list[Any] = [leaf for each in self._all for leaf in each.leaves]
+            self._hooks = [p.register_hook(torch.zeros_like) for p in leaves if p.requires_grad]
+        OPEN_STEPS[self._backend] = self
+        self._synchronize()
+
+    def agree(self) -> None:
+        """Block until all ranks have told what they have of this step; once."""
+        if self._agreed is None:
+            return
+        agreed, self._agreed = self._agreed, None
+        agreed.agree()
         rank, counts = self._backend.rank, agreed.counts
         self.weight = sum_of_weights(agreed.samples, rank, "step()")
         if len(set(counts)) > 1:
             check_joinable(self._wrapper.module, type(self._wrapper).__name__, self._backend, None)
         self._factor = self._backend.world_size / self.weight if agreed.samples[rank] else 0.0
-        self._counts, self._count, self._active = counts, counts[rank], list(agreed.active)
+        self._counts, self.active = counts, list(agreed.active)
         self._rounds = max(counts)
         self.leader = counts.index(self._rounds)
         needed = self._rounds if self._in_rounds else 1
         self._short = [r for r, count in enumerate(counts) if count < needed]
-        self._passes = [each.passes for each in self._all]
-        self._before = [each.join for each in self._passes]
-        for number, each in enumerate(self._passes):
-            each.join = InStep(self, number, self._active)
-        if not agreed.samples[rank] and counts[rank]:  # no NaN of this rank may reach the others
-            leaves: list[Any] = [leaf for each in self._all for leaf in each.leaves]
-            self._hooks = [p.register_hook(torch.zeros_like) for p in leaves if p.requires_grad]
-        OPEN_STEPS[self._backend] = self
-        self._synchronize()
 
     # Micro-batches --------------------------------------------------------------------------
 
@@ -346,7 +376,8 @@ class JoinedStep(MicroBatches):
             self._fail("a backward pass of this step has failed: begin anew after zero_grad()")
         if any(each.synchronize is not self._last for each in self._passes):
             self._fail("no_sync() inside step(), which accumulates by itself")
-        if not self._done and len(self._active) < self._backend.world_size:
+        self.agree()
+        if not self._done and len(self.active) < self._backend.world_size:
             self.keeps = has_gradients(self._wrapper.parameters())
         self._in_backward = True  # for good, if it fails
         super().backward(loss, **options)
@@ -364,8 +395,7 @@ class JoinedStep(MicroBatches):
 
     def check_turn(self) -> None:
         """Refuse a pass by a rank that is through, and has to follow the others."""
-        rank = self._backend.rank
-        if rank in self._short and self._done == self._counts[rank]:
+        if self._done == self._count and self._backend.rank in self._short:
             self._fail("a forward pass after this rank's last micro-batch, and others have more")
 
     def check_backward(self) -> None:
@@ -381,24 +411,40 @@ class JoinedStep(MicroBatches):
         try:
             if error is None:
                 self._finish()
-            elif self._backend.rank == self.leader:
-                with suppress(DistributedError):
-                    tell(self._short, self._backend, JoinPhase.OVER, FAILED)
+            else:
+                with suppress(DistributedError, ValueError):
+                    self.agree()
+                    if self._backend.rank == self.leader:
+                        tell(self._short, self._backend, JoinPhase.OVER, FAILED)
         finally:
             self._close()
 
     def _finish(self) -> None:
-        rank, total = self._backend.rank, self._total()
+        self.agree()
+        self._check_complete()
+        rank = self._backend.rank
         if rank in self._short:
-            follow(self._all, self.leader)
+            follow(self._all, self.leader, before=self.begins)
         if rank == self.leader:
             tell(self._short, self._backend, JoinPhase.OVER)
         self._average_rest()
         if any(each.owes for each in self._passes):
             self._fail("the last micro-batch's loss does not depend on the model: nothing averaged")
-        self.loss = (
-            float(all_reduce_(total, self._backend, label="the loss of a step")) / self.weight
-        )
+        self.loss = float(self.add_losses().wait()) / self.weight
+
+    def add_losses(self) -> PendingCollective[Tensor]:
+        """Begin to add the ranks' losses, if that has not begun."""
+        if self._added is None:
+            total, label = self._total(), "the loss of a step"
+            self._added = async_all_reduce_(total, self._backend, label=label)
+        return self._added
+
+    def begins(self, phase: JoinPhase) -> None:
+        """Hear of a wrapper's phase before it begins: the losses are on their way before DDP's
+        gradients, which take longer.
+        """
+        if phase is JoinPhase.BACKWARD:
+            self.add_losses()
 
     def _average_rest(self) -> None:
         """Average what no micro-batch has: here nothing is left."""
@@ -430,17 +476,27 @@ class InStep:
 
     throws = False
 
-    def __init__(self, step: JoinedStep, number: int, active: list[int]) -> None:
-        self.leader = step.leader
-        self.active = active
+    def __init__(self, step: JoinedStep, number: int) -> None:
         self.divisor = step._backend.world_size
         self.check_backward = step.check_backward
         self._step = step
         self._number = number
 
+    @property
+    def leader(self) -> int:
+        self._step.agree()
+        return self._step.leader
+
+    @property
+    def active(self) -> list[int]:
+        self._step.agree()
+        return self._step.active
+
     def exchange(self, phase: JoinPhase, samples: float = 0.0, count: int = 0) -> None:
         """Begin a phase, of which the other ranks know."""
+        self._step.agree()
         self._step.check_turn()
+        self._step.begins(phase)
         self.tell(phase, self._step.keeps if phase is JoinPhase.BACKWARD else 0)
 
     def tell(self, phase: JoinPhase, group: int = 0) -> None:
@@ -453,9 +509,12 @@ class LeadingJoin(Join):
 
     _leads = False
 
-    def exchange(self, phase: JoinPhase, samples: float = 0.0, count: int = 0) -> JoinPhase:
+    def announce(self, phase: JoinPhase, samples: float = 0.0, count: int = 0) -> None:
         self.tell(JoinPhase.OVER)
-        common = super().exchange(phase, samples, count)
+        super().announce(phase, samples, count)
+
+    def agree(self) -> JoinPhase:
+        common = super().agree()
         self._leads = common is JoinPhase.FORWARD and self._backend.rank == self.leader
         return common
 
@@ -480,9 +539,14 @@ def tell(
 
 
 def follow(
-    wrappers: Sequence[AveragingWrapper], leader: int, after: Callable[[], object] | None = None
+    wrappers: Sequence[AveragingWrapper],
+    leader: int,
+    after: Callable[[], object] | None = None,
+    before: Callable[[JoinPhase], object] = lambda _: None,
 ) -> None:
-    """Do as the leader tells until it is through. `after` is called after each averaging pass."""
+    """Do as the leader tells until it is through. `before` is called with each phase, and `after`
+    after each averaging pass.
+    """
     backend, told = wrappers[0].backend, torch.empty(4, dtype=torch.int64)
     while True:
         recv(told, backend, leader, tag=TAG)
@@ -495,6 +559,7 @@ def follow(
             refuse(who, rank, problem, peer=leader)
         if phase == JoinPhase.OVER:
             return
+        before(JoinPhase(phase))
         wrappers[number].answer(JoinPhase(phase), group)
         if phase == JoinPhase.FINISH and after is not None:
             after()

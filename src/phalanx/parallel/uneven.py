@@ -14,14 +14,13 @@ less of one step.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from phalanx.collectives import all_gather
+from phalanx.collectives import PendingCollective, async_all_gather
 from phalanx.core.backend import Backend
 from phalanx.errors import DesyncError
 from phalanx.parallel.guards import check_agreement, refuse
@@ -118,7 +117,7 @@ class Join:
 
     def __init__(
         self,
-        module: nn.Module,
+        module: Wrapper,
         backend: Backend,
         *,
         divide_by_initial_world_size: bool = True,
@@ -130,7 +129,8 @@ class Join:
         self.counts: list[int] = []
         self._who = type(module).__name__
         self._backend = backend
-        layers: Iterable[Any] = (m for m in module.modules() if not isinstance(m, Wrapper))
+        self._headers: PendingCollective[Tensor]
+        layers: list[Any] = [m for m in module.communicating if not isinstance(m, Wrapper)]
         groups = [m.other_parts()[0] for m in layers if hasattr(type(m), "other_parts")]
         self._with_parts = [each for each in dict.fromkeys(groups) if each.world_size > 1]
         self._divide_by_all = divide_by_initial_world_size
@@ -156,17 +156,26 @@ class Join:
         of the same layers (8 bytes more); `MisuseError` if one rank is over, another is not, and
         `throws` is set.
         """
+        self.announce(phase, samples, count)
+        return self.agree()
+
+    def announce(self, phase: JoinPhase, samples: float = 0.0, count: int = 0) -> None:
+        """Tell the ranks this one's next action; `agree` waits for theirs."""
         backend = self._backend
-        next_ = f"{phase.name} next, of weight {samples}, in {count} micro-batches"
         for group in self._with_parts:
+            next_ = f"{phase.name} next, of weight {samples}, in {count} micro-batches"
             try:
                 check_agreement([next_], group, op=self._who, remedy=_REMEDY)
             except DesyncError as error:
                 backend.fail(error, culprit=group.ranks[error.peer or 0])  # others wait here
                 raise
         row = torch.tensor([[count * _PHASES + phase, samples]], dtype=torch.float64)
-        rows = all_gather(row, backend, label=f"{self._who}: next").tolist()
         _HEADERS[backend] = headers(backend) + 1
+        self._headers = async_all_gather(row, backend, label=f"{self._who}: next")
+
+    def agree(self) -> JoinPhase:
+        """Block until all ranks have told theirs; return and raise as `exchange`."""
+        backend, rows = self._backend, self._headers.wait().tolist()
         phases = [JoinPhase(int(row[0]) % _PHASES) for row in rows]
         active = [rank for rank, theirs in enumerate(phases) if theirs is not JoinPhase.OVER]
         if not active:

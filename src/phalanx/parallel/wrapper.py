@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
@@ -81,6 +81,13 @@ class Wrapper(nn.Module):
         self._to_load: dict[str, Any] = {}
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_load_own)  # type: ignore[no-untyped-call]
+
+    @cached_property
+    def communicating(self) -> list[nn.Module]:
+        """The modules in it, this one first, that have a backend. Looked up once: each step needs
+        them, and by then the model is complete.
+        """
+        return [m for m in self.modules() if isinstance(getattr(m, "backend", None), Backend)]
 
     def attach(self) -> None:
         """Register this wrapper's hooks and claims with the parameters; it is new, or a copy.

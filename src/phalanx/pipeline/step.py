@@ -287,15 +287,16 @@ class ReplicaStep(JoinedStep):
         super().__init__(pipeline, 0.0, 0)
         self._backend = replicas
         self._begin = begin
+        self._meets_in_forward = True  # its stages begin together
 
     def _checked(self, *_: Any) -> tuple[float, int]:
         self.begun = self._begin()
         weight = checked_weight(self.begun.weight, "train_step() with replicas=")
         return weight, int(weight > 0)
 
-    def begin(self, agreed: Join) -> None:
+    def begin(self, agreed: Join, weight: float = 0.0, count: int = 0) -> None:
         """Begin, with what the replicas have agreed on."""
-        super().begin(agreed)
+        super().begin(agreed, weight, count)
         self.begun = self.begun._replace(scale=self._backend.world_size / self.weight)
         self._in_backward = True  # in all of them
         self._short = self._short if self._in_rounds else []  # else nobody has to be told
