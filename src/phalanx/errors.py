@@ -115,7 +115,7 @@ class InvalidRankError(DistributedError, ValueError):
 
 
 class InvalidWorldSizeError(DistributedError, ValueError):
-    """A world or a group of no rank, or of more than there are."""
+    """A world or a group of no rank, of more than there are, or of another size on each rank."""
 
 
 class SelfSendError(DistributedError, ValueError):

@@ -17,7 +17,7 @@ from test_tcp_rendezvous import (  # noqa: F401
     works,
 )
 
-from phalanx import AuthenticationError, CollectiveTimeoutError
+from phalanx import AuthenticationError, CollectiveTimeoutError, InvalidWorldSizeError
 from phalanx.transport.tcp.admission import TOLD_IN_FULL
 from phalanx.wire import handshake
 from phalanx.wire.control import Address, encode
@@ -125,7 +125,8 @@ def test_a_rank_that_is_turned_away_raises_at_once_and_says_why(
     for kind, (options, words) in RANKS.items():
         size = int(options.get("size", 2))  # type: ignore[call-overload]
         rest = {name: value for name, value in options.items() if name != "size"}
-        with pytest.raises(AuthenticationError, match=words) as info:
+        error = InvalidWorldSizeError if kind == "world size" else AuthenticationError
+        with pytest.raises(error, match=words) as info:
             start(1, size, address, **rest).result()
         assert (info.value.rank, info.value.peer, info.value.op) == (1, 0, "rendezvous"), kind
     works(zero, start(1, 2, address))

@@ -18,7 +18,12 @@ from test_tcp_rendezvous import (  # noqa: F401
     works,
 )
 
-from phalanx import AuthenticationError, CollectiveTimeoutError, DistributedError
+from phalanx import (
+    AuthenticationError,
+    CollectiveTimeoutError,
+    DistributedError,
+    InvalidWorldSizeError,
+)
 from phalanx.wire.handshake import DialerHandshake, Identity
 
 
@@ -56,22 +61,23 @@ def test_a_wrong_token_is_refused_and_the_right_one_still_gets_in(
 
 
 @pytest.mark.parametrize(
-    ("options", "size", "words"),
+    ("options", "size", "kind", "words"),
     [
-        ({"job": "other"}, 2, "another job"),
-        ({"generation": 1}, 2, "is of generation 1, this rank 0"),
-        ({}, 3, "has world size 3, this rank 2"),
+        ({"job": "other"}, 2, AuthenticationError, "another job"),
+        ({"generation": 1}, 2, AuthenticationError, "is of generation 1, this rank 0"),
+        ({}, 3, InvalidWorldSizeError, "has world size 3, this rank 2; start every rank with the"),
     ],
 )
 def test_a_rank_of_another_job_is_told_so_and_the_right_one_still_gets_in(
     start: Start,  # noqa: F811
     options: dict[str, object],
     size: int,
+    kind: type[Exception],
     words: str,
 ) -> None:
     listener, address = place()
     zero = start(0, 2, address, listener=listener)
-    with pytest.raises(AuthenticationError, match=words):
+    with pytest.raises(kind, match=words):
         start(1, size, address, **options).result()
     works(zero, start(1, 2, address))
 

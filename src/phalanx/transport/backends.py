@@ -272,10 +272,11 @@ class TcpBackend(MeshBackend):
     connections, while the rank is in no call; it listens until it closes. A connection takes
     64 KiB, and the kernel's memory for a socket.
 
-    Raises `InvalidWorldSizeError`, `InvalidRankError`, `BackendUnavailableError` (the port is in
-    use, the address is not this host's, rank 0 may open fewer files than there are ranks),
-    `AuthenticationError` (another token, job or world size; a token of less than 128 bits, or in a
-    file that others can read), `CollectiveTimeoutError` (naming the ranks that did not come).
+    Raises `InvalidWorldSizeError` (also if rank 0 has another one), `InvalidRankError`,
+    `BackendUnavailableError` (the port is in use, the address is not this host's, rank 0 may open
+    fewer files than there are ranks), `AuthenticationError` (another token or job; a token of less
+    than 128 bits, or in a file that others can read), `CollectiveTimeoutError` (naming the ranks
+    that did not come).
     """
 
 

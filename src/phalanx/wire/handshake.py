@@ -7,7 +7,8 @@
       |     between hosts, TLS 1.3 begins here, and within it: SEAL, which follows from PROOF ->
       | <- WELCOME                             |
 
-Either side sends REFUSE with a reason instead and is done. Both proofs are HMAC-SHA256, keyed with
+Either side sends REFUSE with a reason instead and is done (REFUSE_SIZE, if only the world sizes
+differ). Both proofs are HMAC-SHA256, keyed with
 the job's token, over the role and the whole of HELLO and CHALLENGE: protocol version, job,
 generation, world size, the two ranks, both nonces, and each side's offer of TLS. So a proof can be
 neither replayed nor reflected, and a change on the way is detected by the next proof.
@@ -46,13 +47,14 @@ NONCE_SIZE = 32
 PROOF_SIZE = 32
 LIMIT = 192
 
-HELLO, CHALLENGE, PROOF, WELCOME, REFUSE, SEAL = range(1, 7)
+HELLO, CHALLENGE, PROOF, WELCOME, REFUSE, SEAL, REFUSE_SIZE = range(1, 8)
 
 _HEAD = struct.Struct("<4sBH")
 _VERSION = struct.Struct("<H")  # which every HELLO of every version begins with
 _HELLO = struct.Struct("<H16sIIIIB32s")
 _MASKED = struct.Struct("<IB32s")  # the acceptor's rank, offer and fingerprint
 _CHALLENGE = struct.Struct(f"<{_MASKED.size}s32s")
+_OTHER_SIZE = "the caller has world size"
 PLAIN_TEXT = "it speaks plain text where TLS was agreed"
 _APART = 0x80  # in the byte of an offer, beside the stance
 _MAGIC = b"PHX?"
@@ -122,13 +124,17 @@ def agree(dialer: int, dialers: int, acceptor: int, acceptors: int) -> tuple[boo
 class Refused(Exception):  # noqa: N818 - it is an event, and becomes an error of Phalanx later
     """The handshake failed.
 
-    by_peer   the other side refused
-    final     the two will never agree; else the connection failed, and another may succeed
+    by_peer     the other side refused
+    final       the two will never agree; else the connection failed, and another may succeed
+    world_size  the two are of one job and start, and were given other world sizes
     """
 
-    def __init__(self, reason: str, *, by_peer: bool = False, final: bool = True) -> None:
+    def __init__(
+        self, reason: str, *, by_peer: bool = False, final: bool = True, world_size: bool = False
+    ) -> None:
         super().__init__(reason)
         self.reason, self.by_peer, self.final = reason, by_peer, final
+        self.world_size = world_size
 
 
 class Handshake:
@@ -197,10 +203,10 @@ class Handshake:
             if message is None:
                 break
             kind, content = message
-            if kind == REFUSE:
+            if kind in (REFUSE, REFUSE_SIZE):
                 words = content.decode("utf-8", "replace")
                 reason = "".join(c if c.isprintable() else "?" for c in words)  # it gets logged
-                raise Refused(reason, by_peer=True)
+                raise Refused(reason, by_peer=True, world_size=kind == REFUSE_SIZE)
             reply += self._answer(kind, content)
         return reply
 
@@ -230,8 +236,8 @@ class Handshake:
         del buffer[:end]
         return kind, content
 
-    def _refuse(self, reason: str) -> Refused:
-        self.farewell = _message(REFUSE, reason.encode()[:LIMIT])
+    def _refuse(self, reason: str, kind: int = REFUSE) -> Refused:
+        self.farewell = _message(kind, reason.encode()[:LIMIT])
         return Refused(reason)
 
     def _expect(self, kind: int, content: bytes, wanted: int, size: int) -> None:
@@ -346,7 +352,8 @@ class AcceptorHandshake(Handshake):
         # Only now: a dialer that has proved nothing learns nothing about the job.
         reason = self._mismatch or self._admit(self.peer)
         if reason:
-            raise self._refuse(reason)
+            kind = REFUSE_SIZE if reason.startswith(_OTHER_SIZE) else REFUSE
+            raise self._refuse(reason, kind)
         self.complete = True
         return _message(WELCOME, b"")
 

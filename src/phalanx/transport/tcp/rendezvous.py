@@ -34,6 +34,7 @@ from phalanx.errors import (
     BackendUnavailableError,
     CollectiveTimeoutError,
     DistributedError,
+    InvalidWorldSizeError,
     PeerLostError,
     name_ranks,
 )
@@ -213,6 +214,9 @@ class Rendezvous:
             if refusal.final:
                 by = "turned it away" if refusal.by_peer else "was turned away"
                 reason = f"{dial.name} {by}: {refusal.reason}"
+                if refusal.world_size:
+                    remedy = "; start every rank with the same number of ranks"
+                    raise self._error(InvalidWorldSizeError, peer, reason + remedy)
                 raise self._error(AuthenticationError, peer, reason)
             del self._dials[peer]  # it was there: the first call raises that it is gone
             mesh.rank_lost(peer, refusal.reason)
