@@ -53,6 +53,12 @@ def is_documented(value: object) -> bool:
     return bool(written) and not written.startswith(f"{getattr(value, '__name__', '')}(")
 
 
+def test_dir_shows_the_public_names_and_packages_alone() -> None:
+    shown = {name for name in dir(phalanx) if not name.startswith("__")}
+    assert shown == {*phalanx.__all__, *PACKAGES, "launch"}
+    assert all(importlib.import_module(f"phalanx.{name}") for name in (*PACKAGES, "launch"))
+
+
 def test_there_are_few_names_and_each_is_there_once_and_documented() -> None:
     assert len(phalanx.__all__) == len(set(phalanx.__all__)) <= MOST
     assert [n for n in phalanx.__all__ if not is_documented(getattr(phalanx, n))] == []

@@ -120,7 +120,9 @@ if not TYPE_CHECKING:  # or a type checker would let any name pass
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """Return the public names, the packages that have them and more, and Python's own."""
+    packages = {module.split(".")[1] for module in _WHERE}
+    return sorted({*__all__, *packages, *(name for name in globals() if name.startswith("__"))})
 
 
 def _register_with_torch() -> None:

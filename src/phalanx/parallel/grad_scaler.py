@@ -23,10 +23,9 @@ class GradScaler(torch.amp.GradScaler):
         scaler.step(optimizer)
         scaler.update()
 
-    With FSDP an infinity may lie in one rank's shard alone, and with a pipeline in one stage's
-    gradients; torch's own scaler would skip the step there, and go on with the others. With DDP,
-    whose averages are the same everywhere, either one will do. `backend` has all ranks that step
-    together. A pipeline runs backward itself, so scale the result of its loss function:
+    With FSDP an infinity may lie in one rank's shard alone, with a pipeline in one stage's
+    gradients: torch's scaler would skip the step there, and nowhere else. With DDP either will do.
+    `backend` has all ranks that step together. A pipeline runs backward itself, so scale its loss:
 
         loss = pipeline.train_step(x, y, lambda *given: scaler.scale(criterion(*given)))
         loss /= scaler.get_scale()              # before update()
