@@ -59,7 +59,7 @@ BUDGETS = {  # of each package: lines, files
     "launch": (4_246, 21),
     "native": (2_305, 8),
     "ops": (730, 3),  # without its packages
-    "ops.bench": (2_065, 7),
+    "ops.bench": (2_085, 7),
     "ops.clusters": (870, 5),
     "ops.interop": (925, 4),
     "ops.observe": (3_930, 19),

@@ -121,7 +121,8 @@ def bench_command(
     shows the median round, in microseconds of a call on the slowest rank; half of the rounds lie
     between the quartiles. Every round's results are checked, to the last element. Bandwidths are
     those of the NCCL tests: bytes are the larger of what a rank gives and gets, and the bus
-    bandwidth is what its link has to carry. K and M are 1024 and 1024 K; a GB is 1e9.
+    bandwidth is what its link has to carry. K and M are 1024 and 1024 K; a GB is 1e9. "x gloo" is
+    the time of gloo, divided by the line's: above 1 the line is faster.
 
     Training steps (ddp, fsdp) have to give the results of one process that has all samples. Their
     time is compared with that of the same step alone, without communication: the median of the
@@ -177,7 +178,7 @@ def _run_and_show(report: BenchReport) -> bool:
     from rich.console import Console  # noqa: PLC0415
     from rich.measure import Measurement  # noqa: PLC0415
 
-    from phalanx.ops.bench.report import notes, tables  # noqa: PLC0415
+    from phalanx.ops.bench.report import legend, notes, tables  # noqa: PLC0415
     from phalanx.ops.bench.start import run_bench  # noqa: PLC0415
 
     try:
@@ -185,9 +186,10 @@ def _run_and_show(report: BenchReport) -> bool:
             return run_bench(report, status.update)
     finally:
         console = Console(highlight=False)
-        for table in tables(report):  # whole, even in a file
+        shown = list(tables(report))
+        for table in shown:  # whole, even in a file
             wanted = Measurement.get(console, console.options.update_width(_WIDEST), table).maximum
             console.width = max(console.width, wanted)
             console.print(table)
-        for text in notes(report) if report.lines or report.left_out else ():
+        for text in (*legend(shown), *notes(report)) if report.lines or report.left_out else ():
             console.print(text, markup=False, soft_wrap=True)

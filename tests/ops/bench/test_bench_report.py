@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from phalanx.cli.app import app
 from phalanx.collectives.tuning import read_tuning
 from phalanx.errors import MisuseError
-from phalanx.ops.bench.report import BenchReport, as_json, as_tuning, notes, tables
+from phalanx.ops.bench.report import BenchReport, as_json, as_tuning, legend, notes, tables
 from phalanx.ops.bench.request import (
     BackendInfo,
     Entry,
@@ -151,9 +151,19 @@ def test_results_that_mean_nothing_are_neither_right_nor_wrong() -> None:
 
 def test_a_busy_machine_is_mentioned() -> None:
     made = report(line(TCP, 10))
-    assert not any("processes were running" in note for note in notes(made))
+    assert not any("busy" in note for note in notes(made))
     made.machine["load"] = 1.7
-    assert any("1.7 processes were running here, on 2 cores" in note for note in notes(made))
+    assert any("busy: 1.7 other processes ran on its 2 cores" in note for note in notes(made))
+
+
+def test_each_column_is_explained_once() -> None:
+    made = report(line(TCP, 10), line(GLOO, 20), line(GLOO, 20, size=8))
+    shown = list(tables(made))
+    names = [str(column.header) for column in shown[0].columns]
+    said = list(legend(shown))
+    assert [name for name in names if not any(text.startswith(name) for text in said)] == ["bytes"]
+    assert "x gloo     the time of gloo, divided by this one: above 1, it is faster" in said
+    assert len(said) == len(set(said)) == len(names) - 2
 
 
 def test_how_far_auto_is_from_the_best_fixed_algorithm_is_said() -> None:

@@ -156,6 +156,27 @@ def _table(report: BenchReport, operation: str, ranks: int, lines: list[ResultLi
     return table
 
 
+_COLUMNS = {
+    "us": "microseconds of a call on the slowest rank, in the median round",
+    "lowest": "the same, in the fastest round",
+    "quartiles": "half of the rounds lie between these",
+    "optimizer": "microseconds of the step that the optimizer took",
+    "alg GB/s": "bytes divided by the time",
+    "bus GB/s": "what each rank's link had to carry in that time",
+    f"of {_ALONE}": "the time, divided by that of the same step without communication",
+    "wrong": "elements that were not what they had to be, in all rounds",
+}
+
+
+def legend(shown: Iterable[Table]) -> Iterator[str]:
+    """Yield a line for each column of these tables."""
+    for name in dict.fromkeys(str(column.header) for table in shown for column in table.columns):
+        if name.startswith("x "):
+            yield f"{name:11}the time of {name[2:]}, divided by this one: above 1, it is faster"
+        elif name in _COLUMNS:
+            yield f"{name:11}{_COLUMNS[name]}"
+
+
 def _ratio(value: float | None, digits: int = 2) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
@@ -189,8 +210,8 @@ def notes(report: BenchReport) -> Iterator[str]:
     load, cores = report.machine.get("load"), report.machine.get("cores")
     if load and cores and load > _BUSY * cores:
         yield (
-            f"before it began {load:g} processes were running here, on {cores} cores: what others "
-            "do takes time from those that only spin, most of all"
+            f"the machine was busy: {load:g} other processes ran on its {cores} cores before this "
+            "began, so times are longer and less certain"
         )
     yield from _notes_on_auto(report.lines)
     for line in report.wrong:
