@@ -2,7 +2,7 @@
 
 phalanx run -n 4 examples/pipeline.py
 phalanx run -n 2 examples/pipeline.py --schedule zb_v
-phalanx run -n 2 examples/pipeline.py --steps 8 --width 1024       # to measure the bubble
+phalanx run -n 2 examples/pipeline.py --steps 8 --width 1024       # a bubble nearer to theory
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def train(
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--schedule", default="1f1b")
-    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--width", type=int, default=256)
     with px.init() as backend:
         train(backend, **vars(parser.parse_args()))
