@@ -56,7 +56,7 @@ def tables() -> Iterator[tuple[list[str], list[list[str]]]]:
 
 def spans(*columns: str) -> list[str]:
     """The code in the columns of these names, each once."""
-    found = {}
+    found: dict[str, None] = {}
     for head, rows in tables():
         for row in rows:
             assert len(row) == len(head), row
@@ -183,10 +183,10 @@ SHORT = (  # where torch has the names that the page gives without their module
 @cache
 def of_torch() -> dict[str, Any]:
     hooks = "torch.distributed.algorithms.ddp_comm_hooks"
-    for module in ("default_hooks", "powerSGD_hook", "post_localSGD_hook"):
-        importlib.import_module(f"{hooks}.{module}")
-    for module in ("pipelining", "checkpoint", "tensor.parallel", "device_mesh"):
-        importlib.import_module(f"torch.distributed.{module}")
+    for part in ("default_hooks", "powerSGD_hook", "post_localSGD_hook"):
+        importlib.import_module(f"{hooks}.{part}")
+    for part in ("pipelining", "checkpoint", "tensor.parallel", "device_mesh"):
+        importlib.import_module(f"torch.distributed.{part}")
     found: dict[str, Any] = {"torch": torch, "dist": dist}
     for name in SHORT:
         module = importlib.import_module(name)
