@@ -96,7 +96,16 @@ def test_the_python_of_a_guide_runs_on_two_ranks(
     assert len(phalanx.simulate(run, 2)) == 2
 
 
-@pytest.mark.parametrize("diff", all_blocks("diff"), ids=["to DDP", "to FSDP"])
+# Those of docs/coming-from.md are whole scripts: test_coming_from.py runs them.
+DIFFS = [diff for page in ("README.md", "docs/sharded.md") for diff in blocks("diff", PAGES[page])]
+
+
+def test_every_diff_in_a_document_is_run() -> None:
+    elsewhere = blocks("diff", PAGES["docs/coming-from.md"])
+    assert sorted(all_blocks("diff")) == sorted([*DIFFS, *elsewhere])
+
+
+@pytest.mark.parametrize("diff", DIFFS, ids=["to DDP", "to FSDP"])
 def test_a_diff_in_a_document_trains_before_and_after(
     diff: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
