@@ -55,7 +55,7 @@ BUDGETS = {  # of each package: lines, files
     "collectives": (5_225, 24),
     "compression": (1_770, 7),
     "core": (5_475, 21),
-    "fsdp": (2_740, 10),
+    "fsdp": (2_746, 10),
     "launch": (4_246, 21),
     "native": (2_305, 8),
     "ops": (730, 3),  # without its packages

@@ -182,10 +182,17 @@ def test_small_updates_are_not_lost_in_the_masters():
 @pytest.mark.parametrize("given", ["bfloat16", 16, torch.int64, torch.bool])
 def test_anything_but_a_floating_point_dtype_is_refused(given: Any):
     def body(model: nn.Module, backend: Backend) -> None:
-        with pytest.raises(TypeError, match="mixed_precision"):
+        with pytest.raises(TypeError, match="mixed_precision|compute_dtype"):
             FSDP(model, backend, mixed_precision=given)
 
     on_ranks(COOPERATIVE, 1, mlp, body)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int32, torch.complex64])
+def test_dtypes_in_which_nothing_is_computed_or_added_are_refused(dtype: torch.dtype):
+    for name in ("compute_dtype", "reduce_dtype"):
+        with pytest.raises(TypeError, match=f"{name} is float16, bfloat16, float32 or float64"):
+            MixedPrecision(**{name: dtype})
 
 
 def test_the_model_may_be_narrow_itself_and_sums_are_in_its_dtype():

@@ -77,6 +77,9 @@ _NAMED = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingSt
 # Mixed precision --------------------------------------------------------------------------------
 
 
+_COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
 @dataclass(frozen=True)
 class MixedPrecision:
     """The dtypes in which a model computes and reduces; shards and optimizer state are wider.
@@ -93,6 +96,11 @@ class MixedPrecision:
     compute_dtype: torch.dtype = torch.bfloat16
     reduce_dtype: torch.dtype = torch.float32
     cast_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("compute_dtype", "reduce_dtype"):
+            if (dtype := getattr(self, name)) not in _COMPUTED:
+                raise TypeError(f"{name} is float16, bfloat16, float32 or float64, not {dtype!r}")
 
     def cast(self, inputs: Any) -> Any:
         """Return the inputs of the model, converted if that was asked for."""
@@ -121,6 +129,6 @@ def precision_of(given: MixedPrecision | torch.dtype | None) -> MixedPrecision |
     """Return the precision of `mixed_precision=`; a dtype stands for the one to compute in."""
     if given is None or isinstance(given, MixedPrecision):
         return given
-    if isinstance(given, torch.dtype) and given.is_floating_point:
+    if isinstance(given, torch.dtype):
         return MixedPrecision(compute_dtype=given)
-    raise TypeError(f"mixed_precision is a MixedPrecision or a floating-point dtype, not {given!r}")
+    raise TypeError(f"mixed_precision is a MixedPrecision or a dtype, not {given!r}")
