@@ -182,7 +182,7 @@ def test_small_updates_are_not_lost_in_the_masters():
 @pytest.mark.parametrize("given", ["bfloat16", 16, torch.int64, torch.bool])
 def test_anything_but_a_floating_point_dtype_is_refused(given: Any):
     def body(model: nn.Module, backend: Backend) -> None:
-        with pytest.raises(TypeError, match="mixed_precision|compute_dtype"):
+        with pytest.raises(TypeError, match=r"mixed_precision|compute_dtype"):
             FSDP(model, backend, mixed_precision=given)
 
     on_ranks(COOPERATIVE, 1, mlp, body)
