@@ -32,6 +32,7 @@ PAGES: Mapping[str, str] = MappingProxyType(
 README = PAGES["README.md"]
 ALONE = ("README.md", "docs/testing.md", "docs/getting-started.md")  # the others: parts of a script
 INSIDE = ("CONTRIBUTING.md", "docs/design.md", "docs/main-path.md")  # these name what is inside
+OF_SCRIPTS = "docs/your-script.md"  # its diffs: tests/examples/test_first_hour.py
 LONG_EXAMPLES = ("examples/train_language_model.py",)
 
 
@@ -96,7 +97,11 @@ def test_the_python_of_a_guide_runs_on_two_ranks(
     assert len(phalanx.simulate(run, 2)) == 2
 
 
-@pytest.mark.parametrize("diff", all_blocks("diff"), ids=["to DDP", "to FSDP"])
+@pytest.mark.parametrize(
+    "diff",
+    [diff for name in PAGES if name != OF_SCRIPTS for diff in blocks("diff", PAGES[name])],
+    ids=["to DDP", "to FSDP"],
+)
 def test_a_diff_in_a_document_trains_before_and_after(
     diff: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

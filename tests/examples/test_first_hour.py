@@ -35,8 +35,8 @@ import phalanx
 ROOT = Path(__file__).parents[2]
 STEPS = (step0_plain, step1_ddp, step2_micro_batches, step3_checkpoints, step4_fsdp)
 PAGE = (ROOT / "docs" / "your-script.md").read_text()
-PROMPT = re.compile(r"^```console\n(.*?)^```\n\n```text\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
-RUNS = {command.strip(): output for command, output in PROMPT.findall(PAGE)}
+PROMPT = r"^```console\n([^\n]+)\n```\n\n```text\n(.*?)^```"
+RUNS = dict(re.findall(PROMPT, PAGE, flags=re.DOTALL | re.MULTILINE))
 EPOCH = re.compile(r"epoch (\d+)  loss (\d\.\d{3})  held-out (\d\.\d{3})")
 
 History = list[tuple[float, float]]
@@ -53,17 +53,19 @@ def _little_data_in_double_precision(monkeypatch: pytest.MonkeyPatch) -> Iterato
     torch.set_default_dtype(torch.float32)
 
 
-def arguments(out: Path, *, resume: bool = False) -> Namespace:
-    return Namespace(epochs=3, out=out, rows=12, resume=resume, bf16=False)
+def arguments(out: Path, **options: bool) -> Namespace:
+    return Namespace(
+        **{"epochs": 3, "out": out, "rows": 12, "resume": False, "bf16": False, **options}
+    )
 
 
 def train(
-    step: ModuleType, ranks: int, out: Path, *, resume: bool = False, leave: bool = False
+    step: ModuleType, ranks: int, out: Path, *, leave: bool = False, **options: bool
 ) -> History:
     """Run a script's training on so many ranks; `leave`: all have notice from the beginning."""
 
     def run(backend: phalanx.Backend) -> History:
-        args = arguments(out, resume=resume)
+        args = arguments(out, **options)
         if step in (step1_ddp, step2_micro_batches):
             return step.train(args, backend)
         with phalanx.Notice(backend, signals=(), every=0) as notice:
@@ -109,20 +111,20 @@ def unbroken() -> dict[str, History]:
     return {}
 
 
-@pytest.mark.parametrize("last", [step3_checkpoints, step4_fsdp], ids=["DDP", "FSDP"])
+@pytest.mark.parametrize("second", [step3_checkpoints, step4_fsdp], ids=["DDP", "FSDP"])
 def test_a_run_that_leaves_twice_has_the_losses_of_one_that_does_not(
-    last: ModuleType, tmp_path: Path, unbroken: dict[str, History]
+    second: ModuleType, tmp_path: Path, unbroken: dict[str, History]
 ) -> None:
-    """In the middle of an epoch, and at the end of one; on other ranks, and with FSDP."""
+    """In the middle of an epoch, and at the end of one; from DDP to FSDP and back, too."""
     if not unbroken:
         unbroken["on one rank"] = train(step3_checkpoints, 1, tmp_path / "unbroken")
     out = tmp_path / "broken"
     history = train(step3_checkpoints, 2, out, leave=True)
     assert history == []
     assert phalanx.latest_checkpoint(out / "last").name == "000001-step-2"
-    history += train(last, 3, out, resume=True, leave=True)
+    history += train(second, 3, out, resume=True, leave=True)
     assert len(history) == 1
-    history += train(last, 2, out, resume=True)
+    history += train(step3_checkpoints, 2, out, resume=True)
     assert same(history, unbroken["on one rank"])
 
 
@@ -141,6 +143,13 @@ def test_fsdp_has_the_losses_of_ddp_and_the_best_checkpoint_is_the_best(
 
     (found,) = phalanx.simulate(held_out_loss, 1)
     assert found == pytest.approx(min(score for _, score in history), rel=1e-8)
+
+
+def test_bfloat16_has_almost_the_losses_of_single_precision(tmp_path: Path) -> None:
+    torch.set_default_dtype(torch.float32)
+    single, half = (train(step4_fsdp, 2, tmp_path / str(bf16), bf16=bf16) for bf16 in (False, True))
+    assert torch.allclose(torch.tensor(half), torch.tensor(single), rtol=0.05)
+    assert not same(half, single)
 
 
 # The page ---------------------------------------------------------------------------------------
@@ -224,6 +233,11 @@ def test_sigterm_leaves_a_checkpoint_from_which_another_number_of_ranks_goes_on(
     assert started.wait() == 75, output
     assert RUNS[first].splitlines()[-1] in output
     assert_shown(output.split("epoch 1")[0], RUNS[first])
+
+    (inspect,) = re.findall(r"^phalanx (checkpoint inspect .*)", PAGE, flags=re.MULTILINE)
+    shown = run_python(["-m", "phalanx", *inspect.split()], folder=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert "embedding.weight" in shown.stdout
 
     ranks, words = words_of(then)
     done = run_job(words, ranks, folder=tmp_path)
