@@ -62,7 +62,7 @@ def train(args: argparse.Namespace, backend: phalanx.Backend) -> list[tuple[floa
     history, best = [], float("inf")
     for epoch in range(args.epochs):
         for x, y in loader:
-            parts = list(DataLoader(TensorDataset(x, y), batch_size=args.rows))
+            parts = list(zip(x.split(args.rows), y.split(args.rows), strict=True))
             optimizer.zero_grad()
             with model.step(len(x), micro_batches=len(parts)) as step:
                 for tokens, kinds in parts:

@@ -82,7 +82,7 @@ def train(
 
     for epoch in range(sampler.epoch, args.epochs):
         for x, y in sampler.track(loader):
-            parts = list(DataLoader(TensorDataset(x, y), batch_size=args.rows))
+            parts = list(zip(x.split(args.rows), y.split(args.rows), strict=True))
             optimizer.zero_grad()
             with model.step(len(x), micro_batches=len(parts)) as step:
                 for tokens, kinds in parts:

@@ -60,7 +60,7 @@ def arguments(out: Path, **options: bool) -> Namespace:
 
 
 def train(step: ModuleType, ranks: int, out: Path, *, leave: int = 0, **options: bool) -> History:
-    """Run a script's training on so many ranks; `leave`: they have notice after one step, or two."""
+    """Run a script's training on so many ranks; `leave`: until so many steps, one or two."""
 
     def run(backend: phalanx.Backend) -> History:
         args = arguments(out, **options)
