@@ -1,0 +1,250 @@
+"""The scripts of docs/your-script.md: each has the numbers of the plain one, and the page is true.
+
+The numbers are compared in double precision, on a seventh of the data: 142 sequences in batches of
+64, 64 and 14, and 43 held-out ones, which no number of ranks has in equal parts.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from commands import PHALANX
+from first_hour import (
+    step0_plain,
+    step1_ddp,
+    step2_micro_batches,
+    step3_checkpoints,
+    step4_fsdp,
+)
+from processes import run_job, run_python
+
+import phalanx
+
+ROOT = Path(__file__).parents[2]
+STEPS = (step0_plain, step1_ddp, step2_micro_batches, step3_checkpoints, step4_fsdp)
+PAGE = (ROOT / "docs" / "your-script.md").read_text()
+PROMPT = r"^```console\n([^\n]+)\n```\n\n```text\n(.*?)^```"
+RUNS = dict(re.findall(PROMPT, PAGE, flags=re.DOTALL | re.MULTILINE))
+EPOCH = re.compile(r"epoch (\d+)  loss (\d\.\d{3})  held-out (\d\.\d{3})")
+
+History = list[tuple[float, float]]
+
+
+@pytest.fixture(autouse=True)
+def _little_data_in_double_precision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for step in STEPS:
+        monkeypatch.setattr(
+            step, "sequences", lambda count, seed, of=step.sequences: of(count // 7, seed)
+        )
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def arguments(out: Path, **options: bool) -> Namespace:
+    return Namespace(
+        **{"epochs": 3, "out": out, "rows": 12, "resume": False, "bf16": False, **options}
+    )
+
+
+def train(step: ModuleType, ranks: int, out: Path, *, leave: int = 0, **options: bool) -> History:
+    """Run a script's training on so many ranks; `leave`: until so many steps, one or two."""
+
+    def run(backend: phalanx.Backend) -> History:
+        args = arguments(out, **options)
+        if step in (step1_ddp, step2_micro_batches):
+            return step.train(args, backend)
+        with phalanx.Notice(backend, signals=(), every=0) as notice:
+            if leave and backend.rank == 0:
+                notice.give()
+            if leave == 1:
+                notice.given()  # the second call is the one that knows
+            return step.train(args, backend, notice)
+
+    first, *others = phalanx.simulate(run, ranks)
+    assert all(other == first for other in others)
+    return first
+
+
+def same(found: History, expected: History) -> bool:
+    return torch.tensor(found).shape == torch.tensor(expected).shape and torch.allclose(
+        torch.tensor(found), torch.tensor(expected), rtol=1e-8, atol=0
+    )
+
+
+# The numbers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("step", "ranks"),
+    [(step1_ddp, 1), (step1_ddp, 2), (step2_micro_batches, 1), (step2_micro_batches, 3)],
+    ids=["DDP on 1", "DDP on 2", "micro-batches on 1", "micro-batches on 3"],
+)
+def test_the_losses_are_those_of_the_plain_script(
+    step: ModuleType, ranks: int, tmp_path: Path
+) -> None:
+    (tmp_path / "plain").mkdir()
+    plain = step0_plain.train(arguments(tmp_path / "plain"))
+    assert same(train(step, ranks, tmp_path), plain)
+    assert plain[-1][1] < plain[0][1]  # it learns
+    model, other = (torch.load(out / "best.pt") for out in (tmp_path / "plain", tmp_path))
+    assert {name: value.shape for name, value in model.items()} == {
+        name: value.shape for name, value in other.items()
+    }
+    assert all(torch.allclose(other[name], value, atol=1e-8) for name, value in model.items())
+
+
+@pytest.fixture(scope="module")
+def unbroken() -> dict[str, History]:
+    return {}
+
+
+@pytest.mark.parametrize("second", [step3_checkpoints, step4_fsdp], ids=["DDP", "FSDP"])
+def test_a_run_that_leaves_twice_has_the_losses_of_one_that_does_not(
+    second: ModuleType, tmp_path: Path, unbroken: dict[str, History]
+) -> None:
+    """In the middle of an epoch, and at the end of one; from DDP to FSDP and back, too."""
+    if not unbroken:
+        unbroken["on one rank"] = train(step3_checkpoints, 1, tmp_path / "unbroken")
+    out = tmp_path / "broken"
+    history = train(step3_checkpoints, 2, out, leave=2)
+    assert history == []
+    assert phalanx.latest_checkpoint(out / "last").name == "000001-step-2"
+    history += train(second, 3, out, resume=True, leave=1)
+    assert len(history) == 1
+    history += train(step3_checkpoints, 2, out, resume=True)
+    assert same(history, unbroken["on one rank"])
+
+
+def test_fsdp_has_the_losses_of_ddp_and_the_best_checkpoint_is_the_best(
+    tmp_path: Path, unbroken: dict[str, History]
+) -> None:
+    if not unbroken:
+        unbroken["on one rank"] = train(step3_checkpoints, 1, tmp_path / "unbroken")
+    history = train(step4_fsdp, 2, tmp_path)
+    assert same(history, unbroken["on one rank"])
+
+    def held_out_loss(backend: phalanx.Backend) -> float:
+        model = step4_fsdp.Classifier()
+        phalanx.load_checkpoint(tmp_path / "best", model=model, backend=backend)
+        return step4_fsdp.evaluate(model, step4_fsdp.sequences(301, seed=2), backend)
+
+    (found,) = phalanx.simulate(held_out_loss, 1)
+    assert found == pytest.approx(min(score for _, score in history), rel=1e-8)
+
+
+def test_bfloat16_has_almost_the_losses_of_single_precision(tmp_path: Path) -> None:
+    torch.set_default_dtype(torch.float32)
+    single, half = (train(step4_fsdp, 2, tmp_path / str(bf16), bf16=bf16) for bf16 in (False, True))
+    assert torch.allclose(torch.tensor(half), torch.tensor(single), rtol=0.05)
+    assert not same(half, single)
+
+
+# The page ---------------------------------------------------------------------------------------
+
+
+def code(step: ModuleType) -> list[str]:
+    """The lines of a script after its docstring, which says how it is called."""
+    source = Path(step.__file__ or "").read_text()
+    return source.splitlines()[ast.parse(source).body[1].lineno - 1 :]
+
+
+def difference(before: ModuleType, after: ModuleType) -> str:
+    """What changes from one script to the next, with a line around it and ... between places."""
+    lines = [*difflib.unified_diff(code(before), code(after), n=1, lineterm="")][3:]
+    return "".join(f"{' ...' if line.startswith('@@') else line.rstrip()}\n" for line in lines)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_diff_of_the_page_is_that_of_two_scripts(number: int) -> None:
+    found = re.findall(r"^```diff\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
+    assert len(found) == 4
+    assert found[number] == difference(STEPS[number], STEPS[number + 1])
+
+
+def words_of(command: str) -> tuple[int, list[str]]:
+    """The number of ranks, and the script with its arguments."""
+    match shlex.split(command):
+        case ["python", *words]:
+            ranks = 1
+        case ["phalanx", "run", "-n", number, *words]:
+            ranks = int(number)
+        case _:
+            raise AssertionError(command)
+    return ranks, [str(ROOT / words[0]), *words[1:]]
+
+
+def epochs(output: str) -> list[tuple[float, ...]]:
+    return [tuple(map(float, found)) for found in EPOCH.findall(output)]
+
+
+def assert_shown(output: str, shown: str) -> None:
+    """The page has the last lines; their numbers may differ by rounding in single precision."""
+    lines = epochs(shown)
+    assert lines
+    assert [line[0] for line in epochs(output)][-len(lines) :] == [line[0] for line in lines]
+    for found, line in zip(epochs(output)[-len(lines) :], lines, strict=True):
+        assert found == pytest.approx(line, abs=0.01), output
+
+
+@pytest.mark.parametrize("command", [each for each in RUNS if "step3" not in each])
+def test_a_command_of_the_page_prints_what_it_says(command: str, tmp_path: Path) -> None:
+    ranks, words = words_of(command)
+    if command.startswith("python"):
+        done = [run_python(words, folder=tmp_path)]
+    else:
+        done = run_job(words, ranks, folder=tmp_path)
+    assert [each.returncode for each in done] == [0] * ranks, done
+    assert_shown(done[0].stdout, RUNS[command])
+    assert not any(epochs(each.stdout) for each in done[1:])
+
+
+def test_sigterm_leaves_a_checkpoint_from_which_another_number_of_ranks_goes_on(
+    tmp_path: Path,
+) -> None:
+    first, then = (command for command in RUNS if "step3" in command)
+    ranks, words = words_of(first)
+    started = subprocess.Popen(
+        [*PHALANX, "run", "-n", str(ranks), *words],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    output = ""
+    assert started.stdout is not None
+    with started.stdout as lines:
+        for line in lines:
+            output += line
+            if "epoch 0" in line:
+                started.send_signal(signal.SIGTERM)
+    assert started.wait() == 75, output
+    assert RUNS[first].splitlines()[-1] in output
+    assert_shown(output.split("epoch 1")[0], RUNS[first])
+
+    (inspect,) = re.findall(r"^phalanx (checkpoint inspect .*)", PAGE, flags=re.MULTILINE)
+    shown = run_python(["-m", "phalanx", *inspect.split()], folder=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert "embedding.weight" in shown.stdout
+
+    ranks, words = words_of(then)
+    done = run_job(words, ranks, folder=tmp_path)
+    assert [each.returncode for each in done] == [0] * ranks, done
+    assert_shown(done[0].stdout, RUNS[then])
+    assert 0 < len(epochs(done[0].stdout)) < 8
+
+
+if __name__ == "__main__":  # the page's diffs
+    sys.stdout.write("\n".join(map(difference, STEPS, STEPS[1:])))
