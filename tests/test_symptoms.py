@@ -18,9 +18,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -168,13 +169,17 @@ def lost(number: int, ranks: int) -> str:
     return str(text)
 
 
+def environ_of_a_script() -> dict[str, str]:
+    """That of a shell, with this package, wherever the script runs."""
+    return environ_without_launcher() | {"PYTHONPATH": str(Path(phalanx.__file__).parents[1])}
+
+
 def launched(script: str, *words: str) -> str:
     """What `phalanx run` writes to stderr."""
     Path("train.py").write_text(script)
     words = (*RUN, *words, "train.py")
-    environ = environ_without_launcher() | {"PYTHONPATH": str(Path(phalanx.__file__).parents[1])}
     return subprocess.run(
-        words, env=environ, capture_output=True, text=True, timeout=60, check=False
+        words, env=environ_of_a_script(), capture_output=True, text=True, timeout=60, check=False
     ).stderr
 
 
@@ -267,7 +272,7 @@ def forks_a_child() -> str:
         return said_by_child(lambda: phalanx.barrier(backend))
 
 
-WORKERS = """
+FRESH = """
 import sys
 import torch
 from phalanx.ops.machine import find_room_in_shared_memory
@@ -282,24 +287,41 @@ class Large(torch.utils.data.Dataset):
 
 if __name__ == "__main__":
     print("doctor:", find_room_in_shared_memory().status, file=sys.stderr)
+    sys.modules["torch._dynamo"] = None  # whoever imports it now gets an error
+    try:
+        torch.optim.SGD([torch.ones(1)], lr=1)
+    except ImportError as error:
+        print(error, file=sys.stderr)
     list(DataLoader(Large(), num_workers=1, multiprocessing_context="fork"))
 """
+LITTLE = "mount -t tmpfs -o size=1m none /dev/shm"  # seen by these processes only
+
+
+@cache
+def can_mount() -> bool:
+    words = ["unshare", "-m", "sh", "-c", LITTLE]
+    if not shutil.which(words[0]):
+        return False
+    return subprocess.run(words, capture_output=True, check=False).returncode == 0
+
+
+@cache
+def fresh_process() -> str:
+    """What a program writes to stderr in a process of its own; if possible, with a little shm."""
+    before = ["unshare", "-m", "sh", "-c", f'{LITTLE} && exec "$@"', "-"] if can_mount() else []
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "fresh.py")
+        script.write_text(FRESH)
+        words, environ = [*before, sys.executable, str(script)], environ_of_a_script()
+        ended = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
+    return ended.stderr
 
 
 def workers_in_a_little_shm() -> str:
-    """Workers of a loader where /dev/shm has a MiB: a mount that only these processes see."""
-    mounted = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=1m none /dev/shm && exec "$@"']
-    if (
-        not shutil.which("unshare")
-        or subprocess.run([*mounted, "-", "true"], check=False).returncode
-    ):
+    if not can_mount():
         pytest.skip("no mount can be made here: it takes root")
-    Path("workers.py").write_text(WORKERS)
-    environ = {**os.environ, "PYTHONPATH": str(Path(phalanx.__file__).parents[1])}
-    words = [*mounted, "-", sys.executable, "workers.py"]
-    said = subprocess.run(words, env=environ, capture_output=True, text=True, check=False).stderr
-    assert "doctor: warn" in said
-    return said
+    assert "doctor: warn" in fresh_process()
+    return fresh_process()
 
 
 def save(backend: Backend) -> None:
@@ -584,15 +606,8 @@ def test_a_seed_that_is_the_same_on_each_rank_gives_the_same_numbers() -> None:
     assert len({*phalanx.simulate(partial(draw, by_rank=1), 2)[0]}) == 2
 
 
-NO_DYNAMO = """
-import sys, torch
-sys.modules["torch._dynamo"] = None  # whoever imports it now gets an error
-torch.optim.SGD([torch.ones(1)], lr=1)
-"""
-
-
 def test_the_first_optimizer_of_a_process_imports_dynamo() -> None:
-    assert "import of torch._dynamo halted" in run_python(["-c", NO_DYNAMO]).stderr
+    assert "import of torch._dynamo halted" in fresh_process()
 
 
 def test_adamw_has_two_numbers_more_for_each_parameter() -> None:
