@@ -145,11 +145,12 @@ def _checked_shape(shape: Sequence[int], backend: Backend) -> tuple[int, ...]:
     except TypeError:
         raise TypeError(f"the shape of a mesh is a list of whole numbers, not {shape!r}") from None
     if not sizes or any(size < 1 for size in sizes) or prod(sizes) != backend.world_size:
+        ranks = f"{backend.world_size} rank{'s' if backend.world_size > 1 else ''}"
         product_ = " x ".join(map(str, sizes)) or "no axes"
         raise InvalidWorldSizeError(
             f"rank {backend.rank}: a mesh of {product_} has {prod(sizes) if sizes else 0} places, "
-            f"and there are {backend.world_size} ranks: the sizes, each 1 or more, have to "
-            "multiply to the number of ranks",
+            f"and the backend has {ranks}: the sizes, each 1 or more, have to multiply to the "
+            "number of ranks",
             rank=backend.rank,
         )
     return sizes
