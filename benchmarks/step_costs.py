@@ -6,6 +6,7 @@ A DDP step of a small model runs in interleaved rounds of the same processes:
     notice    and `Notice.given()` after each
     scalars   and `Scalars.log()` of a tensor and a number after each, into JSON lines
     watched   the step alone, while `phalanx watch` runs on this host
+    joined    the step in `DDP.step`, whose message goes with it
 
 A round is some steps in a row. What a kind costs is the median, over the rounds, of its time less
 that of `bare` in the same round: by the clock, of the slowest rank; and of processors, on the mean
@@ -16,6 +17,10 @@ What the threads that publish take of a processor is read from their own clocks,
 has to take seconds, as states are published twice in one:
 
     python benchmarks/step_costs.py --kinds bare watched --width 768 --samples 128 --steps 20
+
+`joined` with the step of `phalanx bench ddp` takes
+
+    --kinds bare joined --layers 6 --width 1024 --samples 32 --steps 2
 """
 
 from __future__ import annotations
@@ -121,7 +126,16 @@ class Watcher:
             self._process.send_signal(signum)
 
 
-KINDS = {"bare": bare, "notice": notice, "scalars": scalars, "watched": bare}
+KINDS = {"bare": bare, "notice": notice, "scalars": scalars, "watched": bare, "joined": bare}
+
+
+def train(model: phalanx.DDP, inputs: torch.Tensor, kind: str) -> None:
+    """Forward and backward; the gradients are the same in each kind."""
+    if kind == "joined":
+        with model.step(len(inputs)) as step:
+            step.backward(model(inputs).square().mean() * len(inputs))
+    else:
+        model(inputs).square().mean().backward()
 
 
 Times = dict[str, list[tuple[float, float]]]
@@ -136,7 +150,7 @@ def benchmark_rank(backend: Backend) -> tuple[Times, list[float]]:
     torch.set_num_threads(1)
     torch.manual_seed(backend.rank)
     width, steps = options["width"], options["steps"]
-    layers = [torch.nn.Linear(width, width) for _ in range(4)]
+    layers = [torch.nn.Linear(width, width) for _ in range(options["layers"])]
     model = phalanx.DDP(torch.nn.Sequential(*layers), backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     inputs = torch.randn(options["samples"], width)
@@ -157,7 +171,7 @@ def benchmark_rank(backend: Backend) -> tuple[Times, list[float]]:
                     began, used = perf_counter(), time.process_time()
                     for step in range(number * steps, (number + 1) * steps):
                         optimizer.zero_grad()
-                        model(inputs).square().mean().backward()
+                        train(model, inputs, kind)
                         optimizer.step()
                         after_step[kind](step)
                     took = perf_counter() - began, time.process_time() - used
@@ -192,7 +206,8 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--backend", default="shm")
-    parser.add_argument("--width", type=int, default=64, help="of the model's four layers")
+    parser.add_argument("--layers", type=int, default=4, help="of the model")
+    parser.add_argument("--width", type=int, default=64, help="of each layer")
     parser.add_argument("--samples", type=int, default=8, help="of a rank's batch")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS)[:3])
     parser.add_argument("--rounds", type=int, default=301, help="rounds that count")
