@@ -6,6 +6,7 @@ import importlib.util
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,12 @@ PAGES: Mapping[str, str] = MappingProxyType(
     }
 )
 README = PAGES["README.md"]
-ALONE = ("README.md", "docs/testing.md", "docs/getting-started.md")  # the others: parts of a script
+ALONE = (
+    "README.md",
+    "docs/index.md",
+    "docs/testing.md",
+    "docs/getting-started.md",
+)  # the others: parts of a script
 INSIDE = ("CONTRIBUTING.md", "docs/design.md", "docs/main-path.md")  # these name what is inside
 OF_SCRIPTS = "docs/your-script.md"  # its diffs: tests/examples/test_first_hour.py
 LONG_EXAMPLES = ("examples/train_language_model.py",)
@@ -78,6 +84,16 @@ def scope_of(backend: phalanx.Backend) -> dict[str, object]:
 def test_the_python_in_a_document_runs_by_itself(page: str, number: int) -> None:
     source = blocks("python", PAGES[page])[number]
     exec(compile(source, f"<{page}>", "exec"), {"__name__": "document"})
+
+
+def test_the_program_of_the_home_page_prints_on_two_ranks_what_the_page_shows(
+    tmp_path: Path,
+) -> None:
+    (program,) = blocks("python", PAGES["docs/index.md"])
+    (tmp_path / "train.py").write_text(program)
+    command = [sys.executable, "-m", "phalanx", "run", "-n", "2", "train.py"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert [run.stdout] == blocks("text", PAGES["docs/index.md"])
 
 
 @pytest.mark.parametrize(
