@@ -197,9 +197,9 @@ class FakeTerminal:
         fcntl.ioctl(self.end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         self.got = b""
 
-    def shows(self, last: str) -> list[str]:
-        """Its lines, as soon as this is the last one."""
-        while (lines := screen(self.got.decode("latin-1")))[-1] != last:
+    def shows(self, last: str, above: int = 0) -> list[str]:
+        """Its lines, as soon as this is the last one, with so many above it."""
+        while (lines := screen(self.got.decode("latin-1")))[-1] != last or len(lines) <= above:
             assert select.select([self.other_end], [], [], 20)[0], f"{last!r} is not in {lines}"
             self.got += os.read(self.other_end, 1 << 16)
         return lines
@@ -222,6 +222,7 @@ def test_in_a_terminal_a_bar_stays_below_the_lines_of_output_and_errors() -> Non
         os.write(err, b"\r 10%")
         shown.shows("[rank 3]  10%")
         os.write(out, b"caf\xe9\n")  # no text; it goes through as it is
+        shown.shows("[rank 3]  10%", above=1)  # two pipes have no order between them
         os.write(err, b"\r 20%")
         assert shown.shows("[rank 3]  20%") == ["[rank 3] caf\xe9", "[rank 3]  20%"]
         assert pipes.last[3] == b"caf\xe9"
