@@ -72,7 +72,7 @@ BUDGETS = {  # of each package: lines, files
     "transport": (710, 3),  # without its packages
     "transport.shm": (1_640, 10),
     "transport.tcp": (3_575, 11),
-    "wire": (1_341, 6),
+    "wire": (1_344, 6),
 }
 LONGEST_BODY = 45  # lines of a function, without signature and docstring
 OVER_40 = 4  # functions that have more than 40

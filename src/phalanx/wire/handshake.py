@@ -7,11 +7,11 @@
       |     between hosts, TLS 1.3 begins here, and within it: SEAL, which follows from PROOF ->
       | <- WELCOME                             |
 
-Either side sends REFUSE with a reason instead and is done (REFUSE_SIZE, if only the world sizes
-differ). Both proofs are HMAC-SHA256, keyed with
-the job's token, over the role and the whole of HELLO and CHALLENGE: protocol version, job,
-generation, world size, the two ranks, both nonces, and each side's offer of TLS. So a proof can be
-neither replayed nor reflected, and a change on the way is detected by the next proof.
+Either side sends REFUSE with a reason instead and is done; REFUSE_SIZE, if only the world sizes
+differ. Both proofs are HMAC-SHA256, keyed with the job's token, over the role and the whole of
+HELLO and CHALLENGE: protocol version, job, generation, world size, the two ranks, both nonces, and
+each side's offer of TLS. So a proof can be neither replayed nor reflected, and a change on the way
+is detected by the next proof.
 
 A caller without the token learns the protocol's version, and nothing about the job. The acceptor
 checks the content of HELLO only after the dialer has proved itself. The rank and the rest of
@@ -42,7 +42,7 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import NamedTuple
 
-PROTOCOL_VERSION = 5  # raised with every change of the ranks' messages
+PROTOCOL_VERSION = 6  # raised with every change of the ranks' messages
 NONCE_SIZE = 32
 PROOF_SIZE = 32
 LIMIT = 192
@@ -54,7 +54,7 @@ _VERSION = struct.Struct("<H")  # which every HELLO of every version begins with
 _HELLO = struct.Struct("<H16sIIIIB32s")
 _MASKED = struct.Struct("<IB32s")  # the acceptor's rank, offer and fingerprint
 _CHALLENGE = struct.Struct(f"<{_MASKED.size}s32s")
-_OTHER_SIZE = "the caller has world size"
+_FITS = REFUSE, ""  # one object: each caller that has not proved itself keeps what it is given
 PLAIN_TEXT = "it speaks plain text where TLS was agreed"
 _APART = 0x80  # in the byte of an offer, beside the stance
 _MAGIC = b"PHX?"
@@ -332,7 +332,7 @@ class AcceptorHandshake(Handshake):
         super().__init__(identity, token, offer)
         self._admit = admit
         self._mine = b""  # the fingerprint of its certificate, if TLS was agreed
-        self._mismatch = ""  # why the two do not fit, with any proof
+        self._mismatch = _FITS  # why the two do not fit, with any proof
 
     def _answer(self, kind: int, content: bytes) -> bytes:
         if self.peer is None:
@@ -350,9 +350,8 @@ class AcceptorHandshake(Handshake):
             self._expect(kind, content, PROOF, PROOF_SIZE)
             self._check(content, self._key)
         # Only now: a dialer that has proved nothing learns nothing about the job.
-        reason = self._mismatch or self._admit(self.peer)
-        if reason:
-            kind = REFUSE_SIZE if reason.startswith(_OTHER_SIZE) else REFUSE
+        kind, mismatch = self._mismatch
+        if reason := mismatch or self._admit(self.peer):
             raise self._refuse(reason, kind)
         self.complete = True
         return _message(WELCOME, b"")
@@ -373,7 +372,8 @@ class AcceptorHandshake(Handshake):
             raise self._refuse(f"an offer of an unknown kind ({theirs})")
         self.peer = rank  # as claimed, until the handshake is complete
         tls, problem = agree(rank, theirs, me.rank, ours)
-        self._mismatch = self._compare(job, generation, rank, world_size, target) or problem
+        mismatch = self._compare(job, generation, rank, world_size, target)
+        self._mismatch = (REFUSE, problem) if problem and mismatch is _FITS else mismatch
         nonce = secrets.token_bytes(NONCE_SIZE)
         self._mine = self._offer.fingerprint() if tls else b""
         said = _MASKED.pack(me.rank, ours, self._mine)
@@ -383,21 +383,24 @@ class AcceptorHandshake(Handshake):
         self._key = self._proof(b"dialer", transcript)
         return _message(CHALLENGE, challenge + self._proof(b"acceptor", transcript))
 
-    def _compare(self, job: bytes, generation: int, rank: int, world_size: int, target: int) -> str:
-        """Return why a caller with this identity does not belong here, or ""."""
+    def _compare(
+        self, job: bytes, generation: int, rank: int, world_size: int, target: int
+    ) -> tuple[int, str]:
+        """Return how to refuse a caller with this identity, and why it does not belong here."""
         me = self.identity
         if job != me.job_digest:
-            return "the caller is of another job"
-        for said, ours, what in (
-            (generation, me.generation, "is of generation"),
-            (world_size, me.world_size, "has world size"),
-            (target, me.rank, "looks for rank"),
+            return REFUSE, "the caller is of another job"
+        for kind, said, ours, what in (
+            (REFUSE, generation, me.generation, "is of generation"),
+            (REFUSE_SIZE, world_size, me.world_size, "has world size"),
+            (REFUSE, target, me.rank, "looks for rank"),
         ):
             if said != ours:
-                return f"the caller {what} {said}, this rank {ours}"
+                return kind, f"the caller {what} {said}, this rank {ours}"
         if rank >= me.world_size or rank == me.rank:
-            return f"the caller says that it is rank {rank} of {me.world_size}, to rank {me.rank}"
-        return ""
+            who = f"rank {rank} of {me.world_size}, to rank {me.rank}"
+            return REFUSE, f"the caller says that it is {who}"
+        return _FITS
 
 
 def _message(kind: int, content: bytes) -> bytes:
