@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import typer
+from documents import PAGES, ROOT, blocks
 from ports import unused_port
 from processes import run_job, run_python
 from torch import Tensor, nn
@@ -29,10 +30,9 @@ from phalanx import Backend
 from phalanx.cli.app import app
 from phalanx.parallel.joined_step import JoinedStep
 
-ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGE = (DOCS / "coming-from.md").read_text()
-DDP_DIFF, FSDP2_DIFF, ACCELERATE_DIFF = re.findall(r"^```diff\n(.*?)^```", PAGE, re.DOTALL | re.M)
+PAGE = PAGES["docs/coming-from.md"]
+DDP_DIFF, FSDP2_DIFF, ACCELERATE_DIFF = blocks("diff", PAGE)
 TERMS = set(
     """
     DistributedSampler gradient_clipping clip_grad_norm_ world_size all_reduce torchrun

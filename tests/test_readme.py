@@ -7,29 +7,18 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
 import torch
+from documents import PAGES, ROOT, blocks
 from torch import nn
 from typer.testing import CliRunner
 
 import phalanx
 from phalanx.cli.app import app
 
-ROOT = Path(__file__).parent.parent
-PAGES: Mapping[str, str] = MappingProxyType(
-    {
-        str(path.relative_to(ROOT)): path.read_text()
-        for path in [
-            *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
-            *sorted((ROOT / "docs").rglob("*.md")),
-        ]
-    }
-)
 README = PAGES["README.md"]
 ALONE = (
     "README.md",
@@ -40,10 +29,6 @@ ALONE = (
 INSIDE = ("CONTRIBUTING.md", "docs/design.md", "docs/main-path.md")  # these name what is inside
 OF_SCRIPTS = "docs/your-script.md"  # its diffs: tests/examples/test_first_hour.py
 LONG_EXAMPLES = ("examples/train_language_model.py",)
-
-
-def blocks(language: str, page: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
 
 
 def all_blocks(language: str) -> list[str]:

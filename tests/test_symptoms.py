@@ -29,6 +29,7 @@ import pytest
 import torch
 from children import said_by_child
 from clusters import TOKEN, SharedMemory, loopback_listener
+from documents import PAGES, ROOT, blocks
 from launchers import RUN, environ_without_launcher
 from ports import unused_port
 from processes import run_python
@@ -46,10 +47,9 @@ from phalanx.collectives.objects import _exchange as exchange
 from phalanx.ops.machine import find_threads
 from phalanx.transport.tcp.admission import find_token
 
-ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGE = (DOCS / "symptoms.md").read_text()
-REFERENCE = (DOCS / "reference" / "errors.md").read_text()
+PAGE = PAGES["docs/symptoms.md"]
+REFERENCE = PAGES["docs/reference/errors.md"]
 ERRORS = phalanx.errors.__all__
 Said = BaseException | str
 
@@ -69,7 +69,7 @@ def quoted() -> dict[str, list[str]]:
     """The messages on the page, each as one line, under its heading or class."""
     found: dict[str, list[str]] = {}
     for heading, text in sections():
-        for block in re.findall(r"^```text\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
+        for block in blocks("text", text):
             messages = [" ".join(piece.split()) for piece in block.split("\n\n")]
             found.setdefault(heading, []).extend(messages)
     for error, message, *_ in rows(dict(sections())["Other errors"])[1:]:

@@ -21,6 +21,7 @@ from types import ModuleType
 import pytest
 import torch
 from commands import PHALANX
+from documents import PAGES, ROOT, blocks
 from first_hour import (
     step0_plain,
     step1_ddp,
@@ -32,9 +33,8 @@ from processes import run_job, run_python
 
 import phalanx
 
-ROOT = Path(__file__).parents[2]
 STEPS = (step0_plain, step1_ddp, step2_micro_batches, step3_checkpoints, step4_fsdp)
-PAGE = (ROOT / "docs" / "your-script.md").read_text()
+PAGE = PAGES["docs/your-script.md"]
 PROMPT = r"^```console\n([^\n]+)\n```\n\n```text\n(.*?)^```"
 RUNS = dict(re.findall(PROMPT, PAGE, flags=re.DOTALL | re.MULTILINE))
 EPOCH = re.compile(r"epoch (\d+)  loss (\d\.\d{3})  held-out (\d\.\d{3})")
@@ -169,7 +169,7 @@ def difference(before: ModuleType, after: ModuleType) -> str:
 
 @pytest.mark.parametrize("number", range(4))
 def test_a_diff_of_the_page_is_that_of_two_scripts(number: int) -> None:
-    found = re.findall(r"^```diff\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
+    found = blocks("diff", PAGE)
     assert len(found) == 4
     assert found[number] == difference(STEPS[number], STEPS[number + 1])
 
