@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -95,15 +96,15 @@ def test_ranks_that_need_nothing_of_the_odd_one_learn_it_too(
         assert any(isinstance(error, DesyncError) for error in errors), errors
 
 
-def test_the_error_says_what_this_rank_was_doing_and_whom_it_met(cluster: Cluster) -> None:
+def test_the_error_says_what_each_of_the_two_was_doing(cluster: Cluster) -> None:
     def disagree(backend: Backend) -> tuple[str, int | None]:
         with pytest.raises(DesyncError) as info:
             ring(torch.ones(6 + 2 * backend.rank))(backend)
         return str(info.value), info.value.peer
 
     for rank, (text, peer) in enumerate(cluster.run(disagree, 2, timeout=PROMPT)):
-        assert f"float32 [{6 + 2 * rank}]" in text
-        assert f"from rank {1 - rank}" in text
+        assert re.search(r"rank 0 (\(.*\) )?called .*float32 \[6\]", text)
+        assert re.search(r"rank 1 (\(.*\) )?called .*float32 \[8\]", text)
         assert peer == 1 - rank
 
 
@@ -195,7 +196,9 @@ def test_ranks_that_wait_for_each_others_broadcast_are_told(cluster: Cluster) ->
     """Each takes the other for the root, so that nobody ever sends anything."""
 
     def disagree(backend: Backend) -> None:
-        with pytest.raises(DesyncError, match=r"root 0.* met .*root 1|root 1.* met .*root 0"):
+        with pytest.raises(
+            DesyncError, match=r"rank 0 .*called .*root 1.*\n.*rank 1 .*called .*root 0"
+        ):
             phalanx.broadcast(ONES, backend, root=1 - backend.rank)
 
     cluster.run(disagree, 2, timeout=PROMPT)
@@ -207,7 +210,7 @@ def test_collectives_swapped_within_a_group_are_told_by_their_shapes(cluster: Cl
 
     def swap(backend: Backend) -> None:
         first, second = (3, 5) if backend.rank else (5, 3)
-        with pytest.raises(DesyncError, match=r"all_reduce #0 .* met all_reduce #0"):
+        with pytest.raises(DesyncError, match=r"called all_reduce #0 .*\n.* called all_reduce #0"):
             phalanx.all_reduce(torch.ones(first), backend)
         with pytest.raises(DesyncError, match=r"all_reduce #1 .* the group is broken"):
             phalanx.all_reduce(torch.ones(second), backend)

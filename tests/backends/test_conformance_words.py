@@ -51,8 +51,19 @@ def suffix(backend: Backend) -> str:
     return f" in the group of ranks {ranks}" if isinstance(backend, SubBackend) else ""
 
 
+def disagreement(backend: Backend, number: int, calls: dict[int, str]) -> str:
+    """What is told of two ranks of this group, with the call of each."""
+    (first, one), (second, other) = sorted(calls.items())
+    names = named(backend, first), named(backend, second)
+    return (
+        f"two ranks disagree in collective #{number}:\n"
+        f"  rank {names[0]} called {one}\n"
+        f"  rank {names[1]} called {other}"
+    )
+
+
 def test_both_are_told_both_calls_and_both_lines(cluster: Cluster) -> None:
-    def disagree(backend: Backend) -> tuple[str, str, str, str]:
+    def disagree(backend: Backend) -> tuple[str, str, str]:
         for _ in range(3):
             backend.barrier()
         group = suffix(backend)
@@ -62,23 +73,26 @@ def test_both_are_told_both_calls_and_both_lines(cluster: Cluster) -> None:
         else:
             mine = f"broadcast #3 (int64 [10], root 0, tree){group} at {next_line()}"
             error = told(lambda: phalanx.broadcast(torch.arange(10), backend, algorithm="tree"))
-        other = 1 - backend.rank
-        assert (error.peer, error.sequence) == (other, 3)
-        return mine, str(error), named(backend, other), error.op or ""
+        assert (error.peer, error.sequence) == (1 - backend.rank, 3)
+        assert error.op == ("broadcast" if backend.rank else "all_reduce")
+        prefix = f"rank {named(backend, backend.rank)}: "
+        assert str(error).startswith(prefix)
+        return (
+            mine,
+            str(error).removeprefix(prefix),
+            disagreement(backend, 3, {0: "FIRST", 1: "SECOND"}),
+        )
 
-    (call, text, peer, op), (other, other_text, other_peer, other_op) = cluster.run(
-        disagree, 2, timeout=PROMPT
-    )
-    assert text == f"rank 0: {call} met {other} from rank {peer}"
-    assert other_text == f"rank 1: {other} met {call} from rank {other_peer}"
-    assert (op, other_op) == ("all_reduce", "broadcast")
+    results = cluster.run(disagree, 2, timeout=PROMPT)
+    (call, _, _), (other, _, _) = results
+    for _, text, form in results:
+        assert text == form.replace("FIRST", call).replace("SECOND", other)
 
 
-def test_the_others_are_told_which_two_met(cluster: Cluster) -> None:
+def test_the_others_are_told_which_two_disagree(cluster: Cluster) -> None:
     """A ring of four: one neighbour of the odd one meets it first, the other has to be told."""
 
-    def disagree(backend: Backend) -> tuple[str, str, list[str]]:
-        names = [named(backend, rank) for rank in range(4)]
+    def disagree(backend: Backend) -> tuple[str, str, str, dict[int, str]]:
         op = phalanx.ReduceOp.MAX
         if backend.rank == 2:
             mine = next_line()
@@ -86,37 +100,60 @@ def test_the_others_are_told_which_two_met(cluster: Cluster) -> None:
         else:
             mine = next_line()
             error = told(lambda: phalanx.all_reduce(ONES, backend, algorithm="ring"))
-        return mine, str(error), names
+        me = f"rank {named(backend, backend.rank)}: "
+        assert str(error).startswith(me)
+        forms = {
+            other: disagreement(backend, 0, {2: "SECOND", other: "FIRST"}) for other in (0, 1, 3)
+        }
+        return mine, suffix(backend), str(error).removeprefix(me), forms
 
     results = cluster.run(disagree, 4, timeout=PROMPT)
-    lines = [line for line, _, _ in results]
-    pair = re.compile(r"on rank (\d)(?: \(rank \d of the job\))? .* from rank (\d)")
-    heard = [pair.search(text) for _, text, _ in results]
-    assert not all(heard), "whoever met the other one says so in the first person"
-    for rank, (mine, text, names) in enumerate(results):
-        ours, odd = re.escape(f"at {lines[0]}"), re.escape(f"at {lines[2]}")
-        assert re.search(f"{ours} met .*{odd}|{odd} met .*{ours}", text), text
-        assert f"at {mine}" in text
-        assert text.startswith(f"rank {rank}: all_reduce #0 (float32 [8], ")
-        found = heard[rank]
-        if found is not None:
-            met, other = map(int, found.groups())
-            assert 2 in (met, other), text
-            assert rank not in (met, other)
-            assert f"on rank {names[met]} all_reduce #0" in text
-            assert text.endswith(f" from rank {names[other]}")
+    called = [
+        f"all_reduce #0 (float32 [8], {'max' if rank == 2 else 'sum'}, ring){group} at {mine}"
+        for rank, (mine, group, _, _) in enumerate(results)
+    ]
+    others = []
+    for rank, (_, _, text, forms_of) in enumerate(results):
+        forms = {
+            pair: form.replace("FIRST", called[pair]).replace("SECOND", called[2])
+            for pair, form in forms_of.items()
+        }
+        pair, form = next((pair, form) for pair, form in forms.items() if form in text)
+        # A rank that comes later is told that the group is broken.
+        before = re.escape(f"{called[rank]}: ") + "(the group is broken: )?"
+        assert re.fullmatch(f"({before})?" + re.escape(form), text), text
+        if rank not in (pair, 2):
+            others.append(rank)
+    assert others, "nobody was told of two others"
+
+
+@pytest.mark.requires("agreement")
+def test_a_function_that_only_some_ranks_call_is_told_by_its_name(cluster: Cluster) -> None:
+    """The remedy is the last line, and no wrapper adds a cause of its own."""
+
+    def disagree(backend: Backend) -> str:
+        model = phalanx.DDP(nn.Linear(2, 1), backend)
+        if backend.rank == 1:
+            return str(told(lambda: phalanx.mean([1.0], backend=backend)))
+        return str(told(lambda: model(torch.ones(3, 2)).sum().backward()))
+
+    for text in cluster.run(disagree, 2, timeout=PROMPT):
+        _, first, second, remedy = text.split("\n")
+        assert "DDP's pass 0" in first
+        assert " in mean() at " in second
+        assert remedy == "all ranks of the group have to call mean(), at the same point"
 
 
 @pytest.mark.requires("mismatches")
 def test_a_later_call_says_what_broke_the_group_and_what_was_called_now(cluster: Cluster) -> None:
     def disagree(backend: Backend) -> None:
         call = phalanx.all_reduce if backend.rank else phalanx.all_gather
-        reason = str(told(lambda: call(ONES, backend))).removeprefix(f"rank {backend.rank}: ")
+        me = f"rank {named(backend, backend.rank)}: "
+        reason = str(told(lambda: call(ONES, backend))).removeprefix(me)
         line = next_line()
         later = told(lambda: phalanx.barrier(backend))
         assert str(later) == (
-            f"rank {backend.rank}: barrier #1{suffix(backend)} at {line}: the group is broken: "
-            f"{reason}"
+            f"{me}barrier #1{suffix(backend)} at {line}: the group is broken: {reason}"
         )
 
     cluster.run(disagree, 2, timeout=PROMPT)
@@ -148,8 +185,8 @@ def test_strict_compares_the_lines_too(cluster: Cluster, monkeypatch: pytest.Mon
 
     results = cluster.run(disagree, 2, timeout=PROMPT)
     lines = [line for line, _ in results]
-    for rank, (_, text) in enumerate(results):
-        assert re.search(f"at {lines[rank]} met .* at {lines[1 - rank]} from rank", text), text
+    for _, text in results:
+        assert re.search(f"at {lines[0]}\n.* at {lines[1]}$", text), text
 
 
 def test_for_what_a_backward_pass_sends_the_line_is_that_of_the_backward(cluster: Cluster) -> None:

@@ -196,7 +196,7 @@ def _refused(way: Way, features: Sequence[Feature], outcomes: Sequence[Outcome])
     goes_on = refusal.ends or not any(o.after for o in outcomes)
     if not (goes_on and all(o.unchanged for o in outcomes)):
         return Verdict(WRONG, _with_more(said, outcomes))
-    return Verdict(REFUSED, re.sub(r"^(rank \d+: )+", "", first.text))
+    return Verdict(REFUSED, re.sub(r"^(rank \d+( \(.*?\))?: )+", "", first.text))
 
 
 def _error_alone(way: Way, features: Sequence[Feature]) -> Exception | None:

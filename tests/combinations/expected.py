@@ -61,10 +61,15 @@ REFUSED = [
         "is on the meta device, and this rank trains stage",
     ),
     Refusal("1F1B ZB-H1 1F1B?x?tensor", "shared parameters", "are one parameter, and a pipeline"),
-    Refusal("ZB-H1?x?FULL_SHARD", "unused in a group", r"FSDP \w+ .* met .*FSDP", ends=True),
+    Refusal(
+        "ZB-H1?x?FULL_SHARD",
+        "unused in a group",
+        r"called \w+ .*FSDP.* called \w+ .*FSDP",
+        ends=True,
+    ),
     Refusal("1F1B?x?DDP", "shared parameters", "another DDP averages the gradients of"),
-    Refusal("1F1B?x?DDP", "unused in a group", "DDP's pass.* met .*DDP", ends=True),
-    Refusal("1F1B?x?DDP", "unused on one rank", "DDP's pass.* met .*DDP", ends=True),
+    Refusal("1F1B?x?DDP", "unused in a group", "DDP's pass.*DDP's pass", ends=True),
+    Refusal("1F1B?x?DDP", "unused on one rank", "DDP's pass.*DDP's pass", ends=True),
     Refusal("ZB-H1?x?FULL_SHARD", "shared parameters", "is in another FSDP already"),
 ]
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from dataclasses import dataclass
 from functools import cache
 from operator import index
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 WORLD_ID = 0  # of the group of all ranks
 # The code between the user's line and here: packages, and torch's wrappers of functions.
 _INSIDE = ("phalanx.", "torch.", "contextlib", "typing_extensions", "warnings")
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_OPERATIONS = tuple(f"{_PACKAGE}{part}{os.sep}" for part in ("collectives", "core"))
 
 
 class CallSite(NamedTuple):
@@ -25,10 +29,15 @@ class CallSite(NamedTuple):
 
     Python finds a line by reading the table of its function from the beginning, which takes longer
     than a small collective if functions are long.
+
+    code         the function of the program that has the line
+    instruction  the offset of its bytes in there
+    called       the function that it calls
     """
 
     code: CodeType | None
-    instruction: int  # the offset of its bytes
+    instruction: int
+    called: CodeType | None = None
 
     @property
     def line(self) -> int:
@@ -37,6 +46,18 @@ class CallSite(NamedTuple):
             if first <= self.instruction < last:
                 return line or 0
         return 0
+
+    @property
+    def function(self) -> str:
+        """The public function of this package that the line calls, if that is no operation itself.
+
+        For example `save_checkpoint`; else "".
+        """
+        if self.called is None or self.called.co_name.startswith("_"):
+            return ""
+        file = self.called.co_filename
+        larger = file.startswith(_PACKAGE) and not file.startswith(_OPERATIONS)
+        return self.called.co_name if larger else ""
 
     def __str__(self) -> str:
         line = self.line
@@ -54,10 +75,12 @@ def call_site() -> CallSite:
     For a gradient that a hook sends during `loss.backward()`, that is the line of the `backward()`.
     """
     frame: FrameType | None = sys._getframe(3)  # the two innermost are of `Backend`
+    called = None
     while frame is not None:
+        code = frame.f_code
         if not _is_inside(frame.f_globals.get("__name__")):
-            return CallSite(frame.f_code, frame.f_lasti)
-        frame = frame.f_back
+            return CallSite(code, frame.f_lasti, called)
+        called, frame = code, frame.f_back
     return UNKNOWN_SITE
 
 
@@ -93,10 +116,21 @@ class Call:
     step: Step | None = None
 
     def describe(self) -> str:
-        """`all_reduce #41 (float32 [32], sum) in the group of ranks [0, 2] at train.py:57`."""
+        """`all_reduce #41 (float32 [32], sum) in the group of ranks [0, 2] at train.py:57`.
+
+        If the line calls a larger part of the library: `all_gather #7 in save_checkpoint() at ...`.
+        """
         details = f" ({self.signature})" if self.signature else ""
+        function = self.site.function
+        inside = f" in {function}()" if function else ""
         where = f" at {self.site}" if self.site.line else ""
-        return f"{self.name} #{self.sequence}{details}{self.suffix}{where}"
+        return f"{self.name} #{self.sequence}{details}{self.suffix}{inside}{where}"
+
+
+def called_function(description: str) -> str:
+    """Return the public function that a described call is in, `save_checkpoint`; "" if none."""
+    found = re.search(r" in (\w+)\(\)(?: at |$)", description)
+    return found[1] if found else ""
 
 
 def check_world_size(size: int) -> int:
@@ -129,7 +163,8 @@ class Members:
 
     ranks      its members as global ranks; a member's index here is its rank in the group
     to_local   global rank -> rank in the group
-    here       this rank, as a global rank; `rank` is the same in the group's numbers
+    here       this rank, as a global rank; `rank` is the same in the group's numbers, and `name`
+               both for messages
     """
 
     def __init__(self, ident: int, ranks: tuple[int, ...], here: int) -> None:
@@ -139,6 +174,7 @@ class Members:
         self.to_local = {rank: place for place, rank in enumerate(ranks)}
         self.rank = self.to_local[here]
         self.size = len(ranks)
+        self.name = self.name_of(self.rank)
         self.suffix = "" if ident == WORLD_ID else f" in the group of ranks {list(ranks)}"
 
     def name_of(self, local: int) -> str:

@@ -27,8 +27,7 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from phalanx.core.call import Call, CallSite, Members
-from phalanx.core.failure import Failure
-from phalanx.errors import DesyncError
+from phalanx.core.failure import SOMETHING_ELSE, Failure
 from phalanx.wire.control import Ask, shortened
 
 KEPT = 64  # calls of a group that are remembered when they are over
@@ -162,59 +161,46 @@ class Checker:
             if ask.sequence >= self.issued:
                 self.early_asks[peer] = ask
         elif mine.fingerprint != ask.fingerprint:
-            what = mine.describe()
-            reason = f"{what} met {ask.what} from rank {members.name_of_global(peer)}"
-            here, number = members.here, ask.sequence
-            self._fail(Failure(DesyncError, peer, here, reason, what, number, met=ask.what))
+            self._fail(Failure.desync(members, peer, ask.sequence, mine.describe(), ask.what))
         elif ask.rolling_hash and ask.rolling_hash != mine.rolling_hash:
             self.has_diverged(mine, peer)
 
     def met_another(self, call: Call, peer: int) -> None:
         """Take a message from `peer` (a global rank) that another collective has sent."""
-        name = self._members.name_of_global(peer)
-        reason = f"{call.describe()} met another operation, or other arguments, from rank {name}"
-        self._open(peer, call, reason)
+        self._open(peer, call, SOMETHING_ELSE)
 
     def has_diverged(self, call: Call, peer: int) -> None:
         """Take `peer` (a global rank) as in this collective with another rolling hash."""
         if self.desync is not None:
             return
-        name = self._members.name_of_global(peer)
-        reason = (
-            f"{call.describe()} met another operation, or other arguments, from rank {name}, there "
-            "or in a collective before it"
-        )
         # The oldest first: it answers where they have diverged.
         past = [each for each in self.calls if each.sequence < call.sequence]
-        self._open(peer, call, reason, past)
+        self._open(peer, call, f"{SOMETHING_ELSE}, here or in a collective before it", past)
 
     def got_unexpected_message(self, number: int, peer: int) -> None:
         """Take a member's message for a collective that expected nothing from it."""
-        members, call = self._members, self._known(number)
-        mine = call.describe() if call is not None else f"collective #{number}{members.suffix}"
-        reason = (
-            f"{mine} was sent something by rank {members.name_of_global(peer)} that it did not "
-            "expect: the two called different things, or with other arguments"
-        )
+        call = self._known(number)
+        theirs = f"{SOMETHING_ELSE}: it sent what was not expected"
         if call is not None:
-            self._open(peer, call, reason)
+            self._open(peer, call, theirs)
         else:
-            self._ask_about(peer, [Ask(number, 0, shortened(mine))], mine, reason, number)
+            mine = f"collective #{number}{self._members.suffix}"
+            self._ask_about(peer, [Ask(number, 0, shortened(mine))], mine, theirs, number)
 
-    def _open(self, peer: int, call: Call, reason: str, past: Iterable[Call] = ()) -> None:
+    def _open(self, peer: int, call: Call, theirs: str, past: Iterable[Call] = ()) -> None:
         asks = [
             Ask(each.sequence, each.fingerprint, shortened(each.describe()))
             for each in (*past, call)
         ]
-        self._ask_about(peer, asks, call.describe(), reason, call.sequence)
+        self._ask_about(peer, asks, call.describe(), theirs, call.sequence)
 
     def _ask_about(
-        self, peer: int, asks: Iterable[Ask], mine: str, reason: str, sequence: int
+        self, peer: int, asks: Iterable[Ask], mine: str, theirs: str, sequence: int
     ) -> None:
         """Break the group soon: with the other side's words, if they come in time."""
         if self.desync is not None or self.broken:
             return
-        failure = Failure(DesyncError, peer, self._members.here, reason, mine, sequence)
+        failure = Failure.desync(self._members, peer, sequence, mine, theirs)
         self.desync = Desync(self._now() + ANSWER_WITHIN, failure)
         for ask in asks:
             self._tell(peer, ask)

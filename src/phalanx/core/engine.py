@@ -278,7 +278,7 @@ class Engine:
         if not group.others() if anyone else peer in self.left or peer in group.left:
             who = "every other rank" if anyone else f"rank {group.name_of_global(peer)}"
             raise PeerLostError(
-                f"rank {group.rank}: {work.describe()}: {who} left",
+                f"rank {group.name}: {work.describe()}: {who} left",
                 rank=group.rank,
                 peer=group.to_local.get(peer),
                 op=work.name,

@@ -7,9 +7,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from phalanx import errors
-from phalanx.core.call import Call, Members
+from phalanx.core.call import Call, Members, called_function
 from phalanx.errors import CollectiveTimeoutError, DesyncError, DistributedError, MisuseError
 from phalanx.wire.control import FailureNotice, shortened
+
+SOMETHING_ELSE = "something else, or the same with other arguments"
+_HAVE_TO_CALL = "all ranks of the group have to call"
 
 
 class Failure(NamedTuple):
@@ -21,7 +24,13 @@ class Failure(NamedTuple):
     reason: str
     signature: str = ""  # operation of the reporter
     sequence: int = -1
-    met: str = ""  # operation of the culprit instead
+    met: str = ""  # of a desync: operation of the culprit instead, or what is known of it
+
+    @classmethod
+    def desync(cls, group: Members, culprit: int, number: int, mine: str, theirs: str) -> Failure:
+        """Return that this rank and `culprit` called different things as collective `number`."""
+        text = disagreement(group, number, {group.here: mine, culprit: theirs})
+        return cls(DesyncError, culprit, group.here, text, mine, number, theirs)
 
     def notice(self) -> FailureNotice:
         """Return it as sent to the other members."""
@@ -59,7 +68,7 @@ class Failure(NamedTuple):
 def closed_error(call: Call, group: Members) -> MisuseError:
     """Return the error of a call on a backend that is closed."""
     return MisuseError(
-        f"rank {group.rank}: {call.describe()} on a backend that is closed",
+        f"rank {group.name}: {call.describe()} on a backend that is closed",
         rank=group.rank,
         op=call.name,
         sequence=call.sequence,
@@ -94,17 +103,23 @@ def error_for(
     """
     broken = "the group is broken: " if later else ""
     mine = call.describe()
-    if failure.error is DesyncError and failure.signature:
-        culprit, own, reason = _disagreement(failure, group, description_of, diverged)
-        text = reason if own == mine and not later else f"{mine}: {broken}{reason}"
+    culprit, reporter = failure.culprit, failure.reporter
+    if failure.met:
+        theirs = (description_of(failure.sequence) if culprit == group.here else "") or failure.met
+        calls = {reporter: failure.signature, culprit: theirs}
+        reason = disagreement(group, failure.sequence, calls)
+        text = f"{mine}: {broken}{reason}" if later or calls.get(group.here) != mine else reason
+        # If this rank has seen with which of the two it disagrees, that is the one.
+        if culprit == group.here or reporter == diverged:
+            culprit = reporter
     else:
-        culprit, reason = failure.culprit, failure.reason
-        if failure.reporter not in (group.here, culprit):
-            reason = f"{reason} (as rank {failure.reporter} of the job found)"
+        reason = failure.reason
+        if reporter not in (group.here, culprit):
+            reason = f"{reason} (as rank {reporter} of the job found)"
         text = f"{mine}: {broken}{reason}"
     seconds = now - call.started
     return failure.error(
-        f"rank {group.rank}: {text}",
+        f"rank {group.name}: {text}",
         rank=group.rank,
         peer=group.to_local.get(culprit),
         op=call.name,
@@ -113,24 +128,18 @@ def error_for(
     )
 
 
-def _disagreement(
-    failure: Failure,
-    group: Members,
-    description_of: Callable[[int], str],
-    diverged: int | None,
-) -> tuple[int, str, str]:
-    """Return, for a `DesyncError` here, the other rank, this rank's operation, and the sentence."""
-    here = group.here
-    if failure.culprit == here:
-        other, theirs = failure.reporter, failure.signature
-        own = failure.met or description_of(failure.sequence)
-        name = group.name_of_global(other)
-        return other, own, f"{own or 'what this rank did'} met {theirs} from rank {name}"
-    other, own = failure.culprit, failure.signature
-    name = group.name_of_global(other)
-    reason = f"{own} met {failure.met} from rank {name}" if failure.met else failure.reason
-    if failure.reporter == here:
-        return other, own, reason
-    # Two others disagree. If this rank has seen which of them it disagrees with, that is the one.
-    blamed = failure.reporter if failure.reporter == diverged else other
-    return blamed, "", f"on rank {group.name_of_global(failure.reporter)} {reason}"
+def disagreement(group: Members, number: int, calls: dict[int, str]) -> str:
+    """Return, in a line for each of two (global) ranks, that they called different things."""
+    ranks = sorted(calls, key=lambda rank: group.to_local.get(rank, rank))
+    lines = [f"two ranks disagree in collective #{number}:"]
+    lines += [f"  rank {group.name_of_global(rank)} called {calls[rank]}" for rank in ranks]
+    functions = [called_function(calls[rank]) for rank in ranks]
+    if functions[0] != functions[1]:
+        missed = " and ".join(f"{name}()" for name in functions if name)
+        lines.append(f"{_HAVE_TO_CALL} {missed}, at the same point")
+    return "\n".join(lines)
+
+
+def names_what_all_call(message: str) -> bool:
+    """Return whether a `DesyncError` names a function that only some ranks have called."""
+    return _HAVE_TO_CALL in message

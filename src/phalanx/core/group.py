@@ -226,7 +226,7 @@ class Group(Members):
             return
         kind: type[DistributedError] = PeerLostError
         culprit = self.rank
-        reason = f"rank {self.rank} failed in {work.describe()}: {error!r}"
+        reason = f"rank {self.name} failed in {work.describe()}: {error!r}"
         if isinstance(error, DistributedError):
             kind, reason = type(error), str(error)
             culprit = self.rank if error.peer is None else error.peer
@@ -262,7 +262,7 @@ class Group(Members):
         interrupted = isinstance(why, BaseException)
         reason = f"interrupted by {type(why).__name__}" if interrupted else why
         return (PeerLostError if interrupted else MisuseError)(
-            f"rank {self.rank}: {call.describe()} was given up: {reason}",
+            f"rank {self.name}: {call.describe()} was given up: {reason}",
             rank=self.rank,
             peer=self.rank if interrupted else None,
             op=call.name,

@@ -284,7 +284,7 @@ def _size_mismatch(incoming: IncomingMessage, posted: PostedReceive) -> SizeMism
     peer, expected = group.to_local[incoming.peer], posted.stop - posted.start
     dropped = ", dropped since an earlier receive had another size"
     return SizeMismatchError(
-        f"rank {group.rank}: {work.describe()} expected {expected} bytes from "
+        f"rank {group.name}: {work.describe()} expected {expected} bytes from "
         f"rank {group.name_of(peer)}, which sent {incoming.total} bytes"
         f"{dropped if incoming.total == expected else ''}",
         rank=group.rank,

@@ -252,7 +252,7 @@ class WaitForGraph:
         head = group.head_of_queue(wait)
         behind = f" (it is queued behind {head.describe()})" if head is not wait else ""
         return (
-            f"rank {group.rank}: {wait.describe()} {waited} for {self._whom(chain)}{behind}"
+            f"rank {group.name}: {wait.describe()} {waited} for {self._whom(chain)}{behind}"
             f"{''.join(self._explain(chain, ends, limit))}"
         )
 

@@ -323,7 +323,13 @@ def _leave_out_own(told: traceback.TracebackException, error: BaseException) -> 
 
 
 def error_line(error: BaseException) -> str:
-    """Return `error` in one line, `ValueError: a bug`, without the notes that it carries."""
+    """Return `error` in one line, `ValueError: a bug`, without the notes that it carries.
+
+    Of an error of several lines that is the first, but for this package's: these it joins.
+    """
     told = traceback.TracebackException(type(error), error, None)
     vars(told)["__notes__"] = None  # which Python 3.10 has not
-    return list(told.format_exception_only())[-1].strip().partition("\n")[0]
+    first, *more = list(told.format_exception_only())[-1].strip().splitlines()
+    if not (more and isinstance(error, DistributedError)):
+        return first
+    return f"{first} {'; '.join(line.strip() for line in more)}"

@@ -318,7 +318,7 @@ class LazyConnection:
         work = send.work
         group = work.group
         return BackendUnavailableError(
-            f"rank {group.rank}: {work.describe()}: no connection to rank "
+            f"rank {group.name}: {work.describe()}: no connection to rank "
             f"{group.name_of_global(self.peer)} can be opened: {self.dial.trouble}; a rank has one "
             "to each rank that it has sent something to, so this process may need more (ulimit -n)",
             rank=group.rank,
