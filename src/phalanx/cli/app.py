@@ -95,6 +95,17 @@ def token_command() -> None:
     typer.echo(secrets.token_hex(32))
 
 
+_TRACE_COLUMNS = {
+    "operations": "collectives and messages of this rank",
+    "MiB": "size of the tensors that they were given",
+    "waiting s": "seconds in collectives that another rank had not begun yet",
+    "communicating s": "other seconds that it was blocked in operations",
+    "errors": "operations that ended with an error",
+    "last": "collectives that this rank was the last one to begin",
+    "by s": "seconds that it began these later than the rank before it",
+}
+
+
 @app.command("trace")
 def trace_command(
     *,
@@ -129,7 +140,8 @@ def trace_command(
         phalanx trace traces --html
 
     The page shows what each rank did when, for whom the others waited, how much of communication
-    was overlapped with computing, and the slowest operations.
+    was overlapped with computing, and the slowest operations. Below the table that is printed
+    stands the meaning of each column.
     """
     from rich.console import Console  # noqa: PLC0415 -- other commands need none of it
     from rich.table import Table  # noqa: PLC0415
@@ -142,8 +154,7 @@ def trace_command(
     png = page.beside(path, ".png") if as_png else None
     merged = merge(folder, output)
     table = Table(box=None, pad_edge=False)
-    times = "waiting s", "communicating s"
-    for name in ("rank", "operations", "MiB", *times, "errors", "last", "by s"):
+    for name in ("rank", *_TRACE_COLUMNS):
         table.add_column(name, justify="right", no_wrap=True)
     for rank in merged.ranks:
         size, late = f"{rank.bytes / (1 << 20):.1f}", f"{rank.late:.3f}"
@@ -152,6 +163,8 @@ def trace_command(
         table.add_row(*map(str, cells))
     console = Console(highlight=False, soft_wrap=True)
     console.print(table)
+    for name, meaning in _TRACE_COLUMNS.items():
+        console.print(f"{name:17}{meaning}", style="dim")
     console.print(page.verdict(merged), markup=False)
     for note in merged.notes:
         console.print(f"Note: {note}", markup=False)

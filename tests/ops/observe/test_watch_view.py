@@ -67,12 +67,13 @@ def chain_of(*ranks: RankState) -> list[str]:
 # The chain of waits.
 
 
-def test_the_chain_ends_with_the_rank_that_computes() -> None:
+def test_the_chain_begins_with_its_cause_and_ends_with_the_rank_that_computes() -> None:
     assert chain_of(waits(0, 1), waits(1, 2), computes(2)) == [
+        "rank 2 computes: it is in no call; its last was all_reduce #40",
         "rank 0 has waited 5.0 s in all_reduce #41 (float32 [32], sum) at train.py:57",
         "-> for rank 1, which has waited 5.0 s in all_reduce #41 (float32 [32], sum) at "
         "train.py:57",
-        "-> for rank 2, which computes: it is in no call; its last was all_reduce #40",
+        "-> for rank 2",
     ]
 
 
@@ -80,10 +81,8 @@ def test_a_stopped_rank_is_named_at_once_whatever_it_said_before() -> None:
     last_words = waits(1, 0)
     last_words.status, last_words.reason = "stopped", "process 7 is stopped (SIGSTOP)"
     chain = chain_of(waits(0, 1, seconds=0.1), last_words, waits(2, 1, seconds=0.1))
-    assert chain[1:] == [
-        "-> for rank 1, which is stopped: process 7 is stopped (SIGSTOP)",
-        "rank 2 waits, too",
-    ]
+    assert chain[0] == "rank 1 is stopped: process 7 is stopped (SIGSTOP)"
+    assert chain[2:] == ["-> for rank 1", "rank 2 waits, too"]
 
 
 def test_short_waits_are_no_stall() -> None:
@@ -92,12 +91,13 @@ def test_short_waits_are_no_stall() -> None:
 
 def test_ranks_that_wait_for_each_other_are_a_circle() -> None:
     chain = chain_of(waits(0, 1, seconds=9.0), waits(1, 2), waits(2, 1))
-    assert chain[-1] == "-> for rank 1: they wait for each other"
+    assert chain[0] == "ranks 1 to 2 wait for each other"
+    assert chain[-1] == "-> for rank 1"
 
 
 def test_a_rank_that_is_in_no_call_has_published_nothing() -> None:
     chain = chain_of(waits(0, 1), RankState(rank=1, status="starting"))
-    assert chain[-1] == ("-> for rank 1, which has published nothing: it is in no call of Phalanx")
+    assert chain[0] == "rank 1 has published nothing: it is in no call of Phalanx"
 
 
 def test_waits_for_ranks_that_there_are_not_do_no_harm() -> None:
@@ -215,7 +215,7 @@ def test_the_picture_fits_and_shows_what_matters(width: int, size: int, height: 
     assert "loss 2.5 (2.5 to" in lines[0]
     (row,) = [line for line in lines if line.lstrip().startswith(f"> {size - 2}")]
     assert "stopped" in row
-    assert f"-> for rank {size - 2}, which is stopped: process 7 is stopped" in text
+    assert f"rank {size - 2} is stopped: process 7 is stopped" in text
     if size == 64 and height:
         assert any(line.startswith("and ") and "more, at step 117" in line for line in lines)
     if width == 200:

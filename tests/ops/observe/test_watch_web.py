@@ -5,10 +5,13 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from time import time
 from typing import Any
@@ -22,7 +25,14 @@ from phalanx.errors import MisuseError
 from phalanx.ops.observe.http_server import CONNECTIONS, LONGEST_REQUEST
 from phalanx.ops.observe.watch.folder import open_folder
 from phalanx.ops.observe.watch.state import JobState, RankState
-from phalanx.ops.observe.watch.web import PAGES, Feed, PageServer, sample, serve
+from phalanx.ops.observe.watch.web import (
+    MOST_MOMENTS,
+    PAGES,
+    Feed,
+    PageServer,
+    sample,
+    serve,
+)
 
 PATIENCE = 30.0  # seconds, for what comes at once
 
@@ -170,14 +180,57 @@ def test_samples_are_kept_for_a_minute() -> None:
     assert times == list(range(139, 200))
 
 
+def test_logged_values_are_kept_for_the_whole_time_in_a_bounded_number_of_moments() -> None:
+    feed = Feed()
+    for second in range(2 * MOST_MOMENTS):
+        job = a_job(at=float(second))
+        job.ranks[0].values = {"loss": float(-second)}
+        feed.put(job)
+    curves = json.loads(feed.after(0)[1][len(b"data: ") :])["curves"]
+    times = [time for time, _ in curves]
+    assert MOST_MOMENTS // 2 <= len(times) <= MOST_MOMENTS
+    assert times == list(range(0, 2 * MOST_MOMENTS, int(times[1])))
+    assert all(values == {"loss": -time} for time, values in curves)
+    assert json.loads(feed.after(1)[1][len(b"data: ") :])["curves"] is None
+
+
+def test_nothing_is_drawn_of_ranks_that_have_ended() -> None:
+    """Their last values are those of another time."""
+    job = a_job(ranks=2)
+    for rank in job.ranks:
+        rank.status, rank.values, rank.sent = "dead", {"loss": 1.0}, 5.0
+    drawn = sample(job)
+    assert (drawn.values, drawn.steps, drawn.sent) == ({}, (0.0, 0.0), 0.0)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_states_of_a_rank_differ_in_lightness(scheme: str) -> None:
+    """L* of CIE 1976: also who sees no colours can tell them apart."""
+    style = files("phalanx.ops.observe").joinpath("common.css").read_text()
+    light, dark = style.split("@media", 1)
+    colours = dict(re.findall(r"--(\w+): (#\w{6})", light if scheme == "light" else dark))
+    states = sorted(lightness(colours[name]) for name in STATES)
+    assert all(lighter - darker >= 12 for darker, lighter in pairwise(states)), states
+
+
+STATES = ("computing", "communicating", "waiting")
+
+
+def lightness(colour: str) -> float:
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+    luminance = sum(x * share for x, share in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))
+    return 116 * luminance ** (1 / 3) - 16
+
+
 def test_a_sample_has_three_characters_a_rank_and_means_of_what_is_logged() -> None:
     job = a_job(ranks=4)
-    for rank, loss in zip(job.ranks, [1.0, 3.0, "nan", float("inf")], strict=True):
+    for rank, loss in zip(job.ranks, [1.0, 9.0, 3.0, float("inf")], strict=True):
         rank.values = {"accuracy": 0.5, "train/loss": loss}
         rank.communicating, rank.waiting = 1 / 35, 1.0
-    job.ranks[1].status, job.ranks[2].status = "dead", "stopped"
+    job.ranks[1].status, job.ranks[0].values["train/word"] = "dead", "nan"
     drawn = sample(job)
-    assert drawn.ranks == "1zr00d00t1zr"
+    assert drawn.ranks == "1zr00d1zr1zr"
     assert drawn.values == {"train/loss": 2.0, "accuracy": 0.5}
     assert list(drawn.values) == ["train/loss", "accuracy"]
     assert drawn.steps == (0.5, 3.5)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 from phalanx.errors import MisuseError
@@ -160,21 +159,25 @@ def stalled(ranks: Sequence[RankState]) -> list[int]:
 
 
 def describe_chain(ranks: Sequence[RankState], chain: Sequence[int]) -> list[str]:
-    """Return the lines that draw a chain of waits; none for an empty one.
+    """Return the lines that tell a chain of waits, the cause first; none for an empty one.
 
+    rank 2 is stopped: process 4711 is stopped (SIGSTOP, or a debugger holds it)
     rank 0 has waited 12.3 s in all_reduce #41 (float32 [32], sum) at train.py:57
     -> for rank 1, which has waited 12.0 s in recv #3 at train.py:80
-    -> for rank 2, which is stopped: process 4711 is stopped (SIGSTOP, or a debugger holds it)
+    -> for rank 2
     ranks 3 to 63 wait, too
     """
     if not chain:
         return []
     states = {state.rank: state for state in ranks}
-    lines = [f"rank {chain[0]} {_doing(states[chain[0]])}"]
-    for place, (_, rank) in enumerate(pairwise(chain), start=1):
-        seen = rank in chain[:place]
-        how = ": they wait for each other" if seen else f", which {_doing(states[rank])}"
-        lines.append(f"-> for rank {rank}{how}")
+    circle = chain[chain.index(chain[-1]) : -1]
+    cause = f"rank {chain[-1]} {_doing(states[chain[-1]])}"
+    if circle:
+        cause = f"{ranks_in_words(sorted(circle))} wait for each other"
+    lines = [cause, f"rank {chain[0]} {_doing(states[chain[0]])}"]
+    for rank in chain[1:-1]:
+        lines.append(f"-> for rank {rank}, which {_doing(states[rank])}")
+    lines.append(f"-> for rank {chain[-1]}")
     others = [state.rank for state in ranks if state.waits_for and state.rank not in chain]
     if others:
         waits = "waits" if len(others) == 1 else "wait"

@@ -1,7 +1,7 @@
 const byId = id => document.getElementById(id);
-const MINUTE = 60, LABELS = 64;
+const MINUTE = 60, LABELS = 64, MOMENTS = 1200;
 const TROUBLE = ["stopped", "dead", "unreachable"];
-let job = null, samples = [], paused = false, cursor = null, connected = true;
+let job = null, samples = [], curves = [], paused = false, cursor = null, connected = true;
 let sorted = { column: 0, up: true };
 
 // Words -----------------------------------------------------------------------------------------
@@ -114,23 +114,41 @@ function fillTable() {
 
 let said = "";
 
+// The cause comes first; who waits for it is folded.
 function fillTrouble() {
-  const lines = job.ranks.filter(rank => TROUBLE.includes(rank.status))
-    .map(rank => [rank.status, `rank ${rank.rank} is ${rank.status}${rank.reason ? ": " + rank.reason : ""}`]);
-  for (const line of job.chain) lines.push(["chain", line]);
+  const [cause, ...waits] = job.chain, lines = cause ? [["cause", cause]] : [];
+  if (waits.length) lines.push(["waits", waits]);
+  for (const rank of job.ranks) {
+    const text = `rank ${rank.rank} is ${rank.status}${rank.reason ? ": " + rank.reason : ""}`;
+    if (TROUBLE.includes(rank.status) && text !== cause) lines.push([rank.status, text]);
+  }
   if (job.ended) lines.push(["end", `The job has ended: ${job.ended}`]);
   if (!connected && !job.ended) lines.push(["end", "The connection to phalanx watch is lost: it has ended, perhaps."]);
-  const spoken = lines.filter(([kind]) => kind !== "chain").map(([, text]) => text);
+  const spoken = lines.filter(([kind]) => kind !== "cause" && kind !== "waits").map(([, text]) => text);
   if (job.chain.length) spoken.push("ranks wait, and nothing moves");
   put(byId("spoken"), spoken.join("; "));
   const now = JSON.stringify(lines);
   if (now === said) return;
   said = now;
+  const open = byId("alerts").querySelector("details")?.open;
   byId("alerts").className = lines.length ? "bad" : "";
   if (!lines.length) lines.push(["fine", "Nothing: no rank is stopped, dead or out of reach, and nothing stalls."]);
   byId("alerts").replaceChildren(...lines.map(([kind, text]) => {
-    const line = document.createElement("p");
+    const line = document.createElement(kind === "waits" ? "details" : "p");
     line.className = kind;
+    if (kind === "waits") fillWaits(line, text, open);
+    else line.textContent = text;
+    return line;
+  }));
+}
+
+function fillWaits(part, lines, open) {
+  const waiting = job.ranks.filter(rank => rank.waits_for.length).length;
+  const heading = document.createElement("summary");
+  heading.textContent = waiting === 1 ? "1 rank waits" : `${waiting} ranks wait`;
+  part.open = Boolean(open);
+  part.append(heading, ...lines.map(text => {
+    const line = document.createElement("p");
     line.textContent = text;
     return line;
   }));
@@ -228,18 +246,19 @@ onArrows(byId("timeline"), (down, right) => {
   moveCursor(from.rank + down, from.place + right);
 });
 
-// A plot: its title, the words for a value, and its lines by name, as [colour, sample -> value].
+// A plot: its title, the words for a value, its lines by name, as [colour, moment -> value], its moments.
 function plots() {
-  const names = [...new Set(samples.flatMap(sample => Object.keys(sample.values)))];
+  const names = [...new Set(curves.flatMap(moment => Object.keys(moment.values)))];
   return [
-    ...names.map(name => [name, figure, { [name]: ["link", sample => sample.values[name]] }]),
+    ...names.map(name => [name, figure, { [name]: ["link", moment => moment.values[name]] }, curves]),
     ["step time", seconds, {
       slowest: ["waiting", sample => sample.steps[1] || undefined],
       fastest: ["computing", sample => sample.steps[0] || undefined],
-    }],
+    }, samples],
     ["bytes a second, all ranks", bytes, {
-      sent: ["link", sample => sample.sent], received: ["communicating", sample => sample.received],
-    }],
+      sent: ["link", sample => sample.sent || undefined],
+      received: ["communicating", sample => sample.received || undefined],
+    }, samples],
   ];
 }
 
@@ -247,7 +266,7 @@ function drawPlots() {
   const parts = byId("plots");
   const wanted = plots();
   while (parts.children.length > wanted.length) parts.lastChild.remove();
-  wanted.forEach(([title, words, lines], number) => {
+  wanted.forEach(([title, words, lines, moments], number) => {
     if (!parts.children[number]) {
       const part = document.createElement("figure");
       part.append(document.createElement("figcaption"), document.createElement("canvas"));
@@ -255,16 +274,18 @@ function drawPlots() {
     }
     const [caption, canvas] = parts.children[number].children;
     canvas.setAttribute("role", "img");
-    canvas.setAttribute("aria-label", `Plot of ${title} over the last minute`);
-    drawPlot(caption, canvas, title, words, lines);
+    const span = moments === curves ? "since the watch began" : "over the last minute";
+    canvas.setAttribute("aria-label", `Plot of ${title} ${span}`);
+    drawPlot(caption, canvas, title, words, lines, moments);
   });
 }
 
-function drawPlot(caption, canvas, title, words, lines) {
+function drawPlot(caption, canvas, title, words, lines, moments) {
   const colour = colours(), tall = 110, [to, width] = ready(canvas, tall);
-  const values = Object.values(lines).flatMap(([, of]) => samples.map(of)).filter(value => value !== undefined);
+  const values = Object.values(lines).flatMap(([, of]) => moments.map(of)).filter(value => value !== undefined);
+  const since = moments === curves && curves.length ? Math.min(curves[0].time, end() - MINUTE) : end() - MINUTE;
   const low = Math.min(...values), high = Math.max(...values), range = high - low || Math.abs(high) || 1;
-  const last = Object.entries(lines).map(([name, [, of]]) => [name, of(samples[samples.length - 1])])
+  const last = Object.entries(lines).map(([name, [, of]]) => [name, of(moments[moments.length - 1])])
     .filter(([, value]) => value !== undefined).map(([name, value]) => `${name} ${words(value) || "0"}`);
   const bold = document.createElement("b");
   bold.textContent = title;
@@ -278,10 +299,10 @@ function drawPlot(caption, canvas, title, words, lines) {
     to.lineWidth = 2;
     to.beginPath();
     let drawing = false;
-    for (const sample of samples) {
-      const value = of(sample);
+    for (const moment of moments) {
+      const value = of(moment);
       if (value === undefined) { drawing = false; continue; }
-      const x = width - 4 - (end() - sample.time) * (width - 8) / MINUTE;
+      const x = 4 + (moment.time - since) * (width - 8) / (end() - since);
       if (drawing) to.lineTo(x, y(value)); else to.moveTo(x, y(value));
       drawing = true;
     }
@@ -290,6 +311,9 @@ function drawPlot(caption, canvas, title, words, lines) {
   to.fillStyle = colour("dim");
   to.fillText(words(high) || "0", 4, 8);
   if (high !== low) to.fillText(words(low) || "0", 4, tall - 8);
+  to.textAlign = "right";
+  to.fillText(`since ${clock(since)}`, width - 4, tall - 8);
+  to.textAlign = "left";
 }
 
 // What comes ------------------------------------------------------------------------------------
@@ -303,7 +327,7 @@ function show() {
   drawPlots();
 }
 
-const held = { job: null, samples: [] };  // while it is paused
+const held = { job: null, samples: [], curves: [] };  // while it is paused
 const source = new EventSource("events");
 source.addEventListener("open", () => {  // after an interruption all samples come again
   held.samples = [];
@@ -315,6 +339,9 @@ source.addEventListener("message", event => {
   held.samples.push(...news.samples);
   const since = news.job.time - MINUTE;
   held.samples = held.samples.filter(sample => sample.time >= since);
+  if (news.curves) held.curves = news.curves.map(([time, values]) => ({ time, values }));
+  else held.curves.push(...news.samples.filter(sample => Object.keys(sample.values).length));
+  while (held.curves.length > MOMENTS) held.curves = held.curves.filter((_, place) => place % 2 === 0);
   if (news.job.ended) source.close();
   showSoon();
 });
@@ -340,6 +367,7 @@ function resume() {
   if (cursor && cursor.place < 0) cursor.place = 0;
   job = held.job;
   samples = [...held.samples];
+  curves = [...held.curves];
   show();
 }
 

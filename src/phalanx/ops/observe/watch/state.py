@@ -97,7 +97,7 @@ class JobState(msgspec.Struct, kw_only=True):
     generation  number of earlier starts of all ranks
     slowest     the rank that the others wait for: at the end of the chain, or the one that waits
     least; None if all wait alike
-    chain       while something stalls: its waits, one line each; else empty
+    chain       while something stalls: its cause, and then the waits, one line each; else empty
     ended       the end of the job, in words; "" while it runs. It is the last state then
     """
 

@@ -56,8 +56,13 @@ def picture(state: JobState, width: int, height: int | None = None) -> Renderabl
     above = [_headline(state, width)]
     # If there is no limit of lines, nothing is cut off.
     below = [
-        Text(line, style="bold yellow", no_wrap=height is not None, overflow="ellipsis")
-        for line in state.chain
+        Text(
+            line,
+            style="yellow" if place else "bold red",  # the cause first
+            no_wrap=height is not None,
+            overflow="ellipsis",
+        )
+        for place, line in enumerate(state.chain)
     ]
     if state.ended:
         below.append(Text(f"the job has ended: {state.ended}", style="bold"))

@@ -4,8 +4,9 @@
                           -> GET /<word>/events    server-sent events, one for each state
 
 An event holds the latest `JobState`, and a `Sample` of each state that its page has not had: the
-data of the timeline and the plots. A page opened later gets those of the last minute at once. A
-page that is slow to read misses states, and no samples.
+data of the timeline and the plots. A page opened later gets those of the last minute at once, and
+the logged values of the whole time since the watch began. A page that is slow to read misses
+states, and no samples.
 
 Access: only with the word in the address, which is drawn at random for each start. The server
 listens on loopback only, takes only names of loopback as `Host`, and answers nothing but GET. Its
@@ -36,6 +37,7 @@ from phalanx.transport.tcp.addresses import listen_at
 
 MINUTE = 60.0  # seconds of samples that are kept
 MOST_SAMPLES = 240
+MOST_MOMENTS = 600  # of the curves of the whole time
 PAGES = 8  # that are open at a time
 _GOODBYE = 1.0  # seconds for the last event
 _LOGGED = 4  # values that the program logs, of which there are plots
@@ -52,6 +54,8 @@ class Sample(msgspec.Struct, kw_only=True):
     steps          seconds that the last step of the fastest and the slowest rank took
     sent, received bytes a second, of all ranks together
     values         means over the ranks of logged values, such as the loss
+
+    Ranks that do not run any more count for `ranks` alone: their last values are old.
     """
 
     time: float
@@ -64,9 +68,10 @@ class Sample(msgspec.Struct, kw_only=True):
 
 def sample(job: JobState) -> Sample:
     """Return the data to draw of a state."""
-    steps = [rank.step_seconds for rank in job.ranks if rank.step_seconds > 0]
+    running = [rank for rank in job.ranks if rank.status == "running"]
+    steps = [rank.step_seconds for rank in running if rank.step_seconds > 0]
     logged: dict[str, list[float]] = {}
-    for rank in job.ranks:
+    for rank in running:
         for name, value in rank.values.items():
             if isinstance(value, float | int) and math.isfinite(value):
                 logged.setdefault(name, []).append(value)
@@ -76,8 +81,8 @@ def sample(job: JobState) -> Sample:
         time=job.time,
         ranks="".join(map(_shares, job.ranks)),
         steps=(min(steps, default=0.0), max(steps, default=0.0)),
-        sent=sum(rank.sent for rank in job.ranks),
-        received=sum(rank.received for rank in job.ranks),
+        sent=sum(rank.sent for rank in running),
+        received=sum(rank.received for rank in running),
         values={name: sum(logged[name]) / len(logged[name]) for name in names},
     )
 
@@ -85,6 +90,28 @@ def sample(job: JobState) -> Sample:
 def _shares(rank: RankState) -> str:
     shares = (rank.communicating, rank.waiting) if rank.status == "running" else (0.0, 0.0)
     return "".join(map(digit, shares)) + _STATUS[rank.status]
+
+
+class Curves:
+    """Logged values since the watch began: at most so many moments, evenly spread over that time.
+
+    Whenever there are too many, every other one goes, and from then on half as many are taken.
+    """
+
+    def __init__(self, most: int = MOST_MOMENTS) -> None:
+        self.moments: list[tuple[float, dict[str, float]]] = []
+        self._most = most
+        self._every = 1
+        self._came = 0
+
+    def add(self, time: float, values: dict[str, float]) -> None:
+        """Add the values of a moment; they may be left out, or others for them."""
+        if self._came % self._every == 0:
+            self.moments.append((time, values))
+        self._came += 1
+        if len(self.moments) > self._most:
+            del self.moments[1::2]
+            self._every *= 2
 
 
 class Feed:
@@ -99,15 +126,19 @@ class Feed:
         self.over = False
         self._state = b"null"
         self._samples: deque[tuple[int, float, bytes]] = deque(maxlen=MOST_SAMPLES)
+        self._curves = Curves()
         self._changed = threading.Condition()
 
     def put(self, job: JobState) -> None:
         """Add a new state for all pages."""
-        state, drawn = msgspec.json.encode(job), msgspec.json.encode(sample(job))
+        drawn = sample(job)
+        state, data = msgspec.json.encode(job), msgspec.json.encode(drawn)
         with self._changed:
             self.number += 1
+            if drawn.values:
+                self._curves.add(drawn.time, drawn.values)
             self._state = state
-            self._samples.append((self.number, job.time, drawn))
+            self._samples.append((self.number, job.time, data))
             while self._samples[0][1] < job.time - MINUTE:
                 self._samples.popleft()
             self._changed.notify_all()
@@ -121,14 +152,16 @@ class Feed:
     def after(self, number: int) -> tuple[int, bytes]:
         """Wait for a state later than `number`; return its number and its event.
 
-        The event is empty at the end. It has all samples after `number` that there are.
+        The event is empty at the end. It has all samples after `number` that there are, and the
+        first one, after 0, the curves.
         """
         with self._changed:
             self._changed.wait_for(lambda: self.number > number or self.over)
             if self.number <= number:
                 return number, b""
             new = b",".join(drawn for place, _, drawn in self._samples if place > number)
-            event = b'data: {"job":%s,"samples":[%s]}\n\n' % (self._state, new)
+            curves = b"null" if number else msgspec.json.encode(self._curves.moments)
+            event = b'data: {"job":%s,"samples":[%s],"curves":%s}\n\n' % (self._state, new, curves)
             return self.number, event
 
 
