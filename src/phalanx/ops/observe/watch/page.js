@@ -1,5 +1,5 @@
 const byId = id => document.getElementById(id);
-const MINUTE = 60, LABELS = 64, MOMENTS = 1200;
+const MINUTE = 60, LEAST = 10, LABELS = 64, MOMENTS = 1200;
 const TROUBLE = ["stopped", "dead", "unreachable"];
 let job = null, samples = [], curves = [], paused = false, cursor = null, connected = true;
 let sorted = { column: 0, up: true };
@@ -283,13 +283,15 @@ function drawPlots() {
 function drawPlot(caption, canvas, title, words, lines, moments) {
   const colour = colours(), tall = 110, [to, width] = ready(canvas, tall);
   const values = Object.values(lines).flatMap(([, of]) => moments.map(of)).filter(value => value !== undefined);
-  const since = moments === curves && curves.length ? Math.min(curves[0].time, end() - MINUTE) : end() - MINUTE;
+  const whole = moments === curves && curves.length;
+  const since = whole ? Math.min(curves[0].time, end() - LEAST) : end() - MINUTE;
   const low = Math.min(...values), high = Math.max(...values), range = high - low || Math.abs(high) || 1;
   const last = Object.entries(lines).map(([name, [, of]]) => [name, of(moments[moments.length - 1])])
     .filter(([, value]) => value !== undefined).map(([name, value]) => `${name} ${words(value) || "0"}`);
   const bold = document.createElement("b");
   bold.textContent = title;
-  caption.replaceChildren(bold, values.length ? `: ${last.join(", ")}` : ": nothing yet");
+  const span = whole ? `; since ${clock(since)}` : "; last minute";
+  caption.replaceChildren(bold, values.length ? `: ${last.join(", ")}${span}` : ": nothing yet");
   to.strokeStyle = colour("line");
   to.strokeRect(.5, .5, width - 1, tall - 1);
   if (!values.length) return;
@@ -311,9 +313,6 @@ function drawPlot(caption, canvas, title, words, lines, moments) {
   to.fillStyle = colour("dim");
   to.fillText(words(high) || "0", 4, 8);
   if (high !== low) to.fillText(words(low) || "0", 4, tall - 8);
-  to.textAlign = "right";
-  to.fillText(`since ${clock(since)}`, width - 4, tall - 8);
-  to.textAlign = "left";
 }
 
 // What comes ------------------------------------------------------------------------------------
