@@ -21,6 +21,7 @@ from nbclient import NotebookClient  # noqa: E402
 from nbformat.v4 import new_code_cell, new_notebook  # noqa: E402
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
+EXERCISES = sorted((EXAMPLE.parent / "exercises").glob("*.ipynb"))
 PATIENCE = 120  # seconds for a cell
 
 DEFINITIONS = """
@@ -242,6 +243,16 @@ def test_the_example_runs_and_keeps_no_output(tmp_path: Path) -> None:
     right = re.fullmatch(r"(\d+\.\d)% right\n", text(code[-1]))
     assert right is not None
     assert float(right[1]) > 90
+
+
+@pytest.mark.parametrize("path", EXERCISES, ids=[path.stem for path in EXERCISES])
+def test_an_exercise_prints_in_a_kernel_what_is_stored_in_it(path: Path, tmp_path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    stored = [text(cell) for cell in notebook.cells if cell.cell_type == "code"]
+    code = [cell for cell in run(notebook, tmp_path).cells if cell.cell_type == "code"]
+    assert [name for cell in code for name in errors(cell)] == []
+    assert [text(cell) for cell in code] == stored
 
 
 PROMPT = """
