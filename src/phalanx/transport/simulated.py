@@ -260,8 +260,8 @@ class CooperativeScheduler:
             self._idle_looks = 0
             raise DeadlockError(
                 f"rank {rank}: deadlock: it has asked {IDLE_LOOKS} times whether an operation is "
-                "done, and nothing has happened on any rank meanwhile: "
-                f"{self._picture() or 'no other rank waits'}",
+                "done, and nothing has happened on any rank meanwhile:"
+                f"{self._picture() or ' no other rank waits'}",
                 rank=rank,
             )
         self._ready.append(rank)
@@ -333,7 +333,7 @@ class CooperativeScheduler:
                 peers = wait.waits_for_members()
                 error = DeadlockError(
                     f"rank {rank}: deadlock in {wait.describe()}: every rank waits and "
-                    f"nothing is in flight: {picture}",
+                    f"nothing is in flight:{picture}",
                     rank=wait.group.rank,
                     peer=peers[0] if peers else None,
                     op=wait.name,
@@ -347,13 +347,13 @@ class CooperativeScheduler:
             self._switch.engines[0].run_ready()
 
     def _picture(self) -> str:
-        """Return a text of the waits: rank, awaited ranks, operation."""
-        parts = []
+        """Return the waits, a line each: rank, awaited ranks, operation."""
+        lines = []
         for rank, wait in sorted(self._waiting.items()):
             whom = ", ".join(
                 f"{peer} (which has returned)" if peer in self._finished else str(peer)
                 for peer in wait.waits_for()
             )
             what = wait.group.head_of_queue(wait).describe()
-            parts.append(f"rank {rank} waits for {whom} in {what}")
-        return "; ".join(parts)
+            lines.append(f"\n  rank {rank} waits for {whom} in {what}")
+        return "".join(lines)
