@@ -6,6 +6,7 @@ is closed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -36,7 +37,7 @@ def lost(backend: Backend, call: Callable[[], object], culprit: int) -> PeerLost
     error = info.value
     assert isinstance(error, ConnectionError)
     assert (error.rank, error.peer) == (backend.rank, culprit), error
-    assert f"rank {backend.rank}: " in str(error)
+    assert re.search(rf"rank {backend.rank}( \(rank \d+ of the job\))?: ", str(error))
     return error
 
 
