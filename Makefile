@@ -26,6 +26,11 @@
 #
 #   make test-clients                            or some: ARGS="-k lightning"
 #
+# The recipes of docs/recipes.md by their commands, in the same environment: with peft, transformers and a C++
+# compiler; between two network namespaces, where that is allowed (root). The rest is skipped, with the reason:
+#
+#   make recipes                                 or some: ARGS="-k lora"
+#
 # Long forms of what the tests do in short, each of which prints N of N:
 #
 #   make stress    random programs on every backend, compared with a plain reference
@@ -92,7 +97,7 @@ DOCS_READY := $(VENV)/.ready-docs
 CLIENTS_READY := $(CLIENTS_VENV)/.ready
 DEBIAN := slurmctld slurmd slurm-client chromium
 
-.PHONY: demo test test-quick test-torch-next test-clients lint docs format bench stress exact blame torch-blame bad-days fuzz flood attack \
+.PHONY: demo test test-quick test-torch-next test-clients recipes lint docs format bench stress exact blame torch-blame bad-days fuzz flood attack \
 	wide two-hosts links kill-saves notices combinations fence mutants agreement torch device loss-against-bytes slow-link pipeline-bubble thresholds gate \
 	main-path clean
 
@@ -120,6 +125,9 @@ test-torch-next:
 
 test-clients: $(CLIENTS_READY)
 	$(CLIENTS_VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile tests/clients $(ARGS)
+
+recipes: $(CLIENTS_READY)
+	$(CLIENTS_VENV)/bin/python -m pytest tests/examples/test_recipes.py tests/clients/test_recipe_commands.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check
