@@ -102,8 +102,8 @@ class FSDP(AveragingWrapper):
 
     Moves, per step and rank, with n bytes of parameters and p ranks: FULL_SHARD 3(p-1)/p n,
     SHARD_GRAD_OP 2(p-1)/p n, NO_SHARD an all-reduce of n. Keeps n/p of parameters, gradients and
-    optimizer state each, and the groups in flight: one that computes, with its gradients,
-    `prefetch` that are being unsharded, and the gradients of one in a reduce-scatter.
+    optimizer state each, and the groups in flight, five at the peak: one that computes, with its
+    gradients, `prefetch` that are being unsharded, and the gradients of one in a reduce-scatter.
 
     Raises `InvalidWorldSizeError` if the strategy does not fit the number of ranks, `DesyncError`,
     on every rank, if their models or options differ, and `MisuseError` for a module that is
