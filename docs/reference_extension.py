@@ -10,12 +10,23 @@ In a docstring a block of aligned lines says what the arguments are,
     into        where to put the result; else a new tensor
 
 and becomes a list. All else in a docstring is Markdown already.
+
+The example that stands below a name on its page,
+
+    ::: phalanx.DDP
+
+    ```python
+
+is shown with the docstring, above its first heading: below the name it would come after all
+methods. So this file is also a hook of mkdocs, which takes the example from the page. The last
+line of a docstring here is the file that has it.
 """
 
 from __future__ import annotations
 
 import re
 from itertools import pairwise
+from pathlib import Path
 from textwrap import indent
 from typing import Any
 
@@ -25,6 +36,12 @@ ARGUMENT = re.compile(r"(?P<name>[`\w*][^\s]*(?:(?:, | )[`\w*][^\s,]*)*?) {2,}(?
 END_OF_LIST = "<!-- -->"
 ISSUED = re.compile(r"asynchronous\((\w+)\)")
 REQUEST = re.compile(r"Request\[(.*)\]")
+PAGES = sorted((Path(__file__).parent / "reference").glob("*.md"))
+SHOWN = re.compile(r"^::: phalanx\.([\w.]+)$", re.MULTILINE)
+ENTRY = re.compile(  # a name, its options, and its example
+    r"(^::: phalanx\.([\w.]+)\n(?:    .*\n)*)\n(```python\n(?:.*\n)*?```\n)", re.MULTILINE
+)
+HEADING = re.compile(r"^#+ ", re.MULTILINE)
 
 
 def returned(function: Function) -> str:
@@ -82,8 +99,34 @@ def as_list(paragraph: str) -> str:
     return "\n".join(items)
 
 
+def on_page_markdown(markdown: str, **kwargs: Any) -> str:
+    """Return a page of the reference without the examples, which docstrings have."""
+    return ENTRY.sub(r"\1", markdown)
+
+
+def with_example(text: str, example: str, source: str) -> str:
+    """A docstring with an example above its first heading, and its file in the end."""
+    heading = HEADING.search(text)
+    place = heading.start() if heading else len(text)
+    parts = [text[:place].rstrip(), example, text[place:].rstrip(), f"Source: `{source}`"]
+    return "\n\n".join(part for part in parts if part)
+
+
 class ReferenceExtension(Extension):
     """Changes what griffe has read before it is shown."""
+
+    def __init__(self) -> None:
+        """Read the names that the pages show, and their examples."""
+        super().__init__()
+        text = "\n".join(page.read_text() for page in PAGES)
+        self.shown = SHOWN.findall(text)
+        self.examples = {name: example for _, name, example in ENTRY.findall(text)}
+        self.named: dict[str, str] = {}  # by the path of the definition
+
+    def on_package(self, *, pkg: Module, **kwargs: Any) -> None:
+        """Find out where the names of the reference are defined."""
+        if pkg.path == "phalanx":
+            self.named = {pkg[name].canonical_path: name for name in self.shown}
 
     def on_module(self, *, mod: Module, **kwargs: Any) -> None:
         """Asynchronous forms of collectives are functions, and `PendingCollective` is a class."""
@@ -102,5 +145,10 @@ class ReferenceExtension(Extension):
 
     def on_object(self, *, obj: Object, **kwargs: Any) -> None:
         """Docstrings are Markdown."""
-        if obj.docstring is not None:
-            obj.docstring.value = as_markdown(obj.docstring.value)
+        if obj.docstring is None:
+            return
+        obj.docstring.value = as_markdown(obj.docstring.value)
+        if (name := self.named.get(obj.path)) is not None:
+            example = self.examples.get(name, "")
+            source = str(obj.relative_package_filepath)
+            obj.docstring.value = with_example(obj.docstring.value, example, source)
