@@ -30,7 +30,7 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from griffe import Alias, Attribute, Docstring, Extension, Function, Module, Object
+from griffe import Alias, Attribute, Docstring, ExprName, Extension, Function, Module, Object
 
 ARGUMENT = re.compile(r"(?P<name>[`\w*][^\s]*(?:(?:, | )[`\w*][^\s,]*)*?) {2,}(?P<text>\S.*)")
 END_OF_LIST = "<!-- -->"
@@ -41,6 +41,7 @@ SHOWN = re.compile(r"^::: phalanx\.([\w.]+)$", re.MULTILINE)
 ENTRY = re.compile(  # a name, its options, and its example
     r"(^::: phalanx\.([\w.]+)\n(?:    .*\n)*)\n(```python\n(?:.*\n)*?```\n)", re.MULTILINE
 )
+NUMBER = re.compile(r"[\d.]+( (<<|\*) [\d.]+)*")
 HEADING = re.compile(r"^#+ ", re.MULTILINE)
 
 
@@ -126,6 +127,7 @@ class ReferenceExtension(Extension):
     def on_package(self, *, pkg: Module, **kwargs: Any) -> None:
         """Find out where the names of the reference are defined."""
         if pkg.path == "phalanx":
+            self.package = pkg
             self.named = {pkg[name].canonical_path: name for name in self.shown}
 
     def on_module(self, *, mod: Module, **kwargs: Any) -> None:
@@ -142,6 +144,22 @@ class ReferenceExtension(Extension):
         for member in mod.members.values():
             if isinstance(member, Function) and is_collective(member):
                 member.returns = returned(member)
+
+    def on_function(self, *, func: Function, **kwargs: Any) -> None:
+        """Show a default that is a number with a name inside of the package as the number."""
+        for parameter in func.parameters:
+            if isinstance(parameter.default, ExprName) and func.path.startswith("phalanx"):
+                value = self.value_of(parameter.default.canonical_path)
+                if NUMBER.fullmatch(value):
+                    parameter.default = value
+
+    def value_of(self, path: str) -> str:
+        """Return a constant as it is written; "" for what the reference shows by its name."""
+        name = path.removeprefix("phalanx.")
+        if name == path or name.rpartition(".")[2] in self.shown:
+            return ""
+        constant = self.package[name]
+        return str(constant.value) if isinstance(constant, Attribute) else ""
 
     def on_object(self, *, obj: Object, **kwargs: Any) -> None:
         """Docstrings are Markdown."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 import re
 import shlex
 import subprocess
@@ -231,6 +232,15 @@ NOT_RUN = {  # here: what each needs, and the tests that have it
     "phalanx.UccBackend(": "a build of torch with UCC: tests/backends/test_torch_group.py",
     "phalanx.MpiBackend(": "mpirun: tests/mpi_ranks.py",
 }
+BETWEEN_PARTS = set(
+    """
+    share registers_memory has_background spares_a_processor forked finished issue run
+    check_rank check_peer check_movable
+    attach deal other_parts before_step after_step after_skip passes answer begin_answers end_join
+    leaves communicating needs means named_parameters named_buffers slices all_slices writing
+    own_state load_own_state
+    """.split()  # noqa: SIM905 - a line for each kind
+)
 PORT = "29500"  # an example with it makes backends, whose ranks wait without the simulation
 
 
@@ -285,8 +295,31 @@ def test_every_class_and_function_of_the_top_level_has_an_example_that_names_it(
     assert without.keys() == WITHOUT_EXAMPLE.keys()
 
 
-
 SHOWN = re.findall(r"^::: (phalanx[\w.]*)", "".join(PAGES.values()), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", phalanx.__all__)
+def test_the_first_page_of_the_reference_links_to_every_public_name(name: str) -> None:
+    (page,) = re.findall(rf"\]\((\S+\.md)#phalanx\.{name}\)", PAGES["docs/reference/index.md"])
+    assert f"::: phalanx.{name}\n" in PAGES[f"docs/reference/{page}"]
+
+
+@pytest.mark.parametrize("name", ["Backend", "DDP", "FSDP", "LocalSGD", "DiLoCo", "Pipeline"])
+def test_the_reference_shows_the_methods_that_users_call(name: str) -> None:
+    """A new method is shown, or it is one of those that only other parts of Phalanx call."""
+    (listed,) = re.findall(r"members: \[(.*?)\]", ENTRIES[f"phalanx.{name}"], re.DOTALL)
+    shown = set(re.findall(r"\w+", listed))
+    there = {
+        method
+        for method, member in inspect.getmembers(getattr(phalanx, name))
+        if not method.startswith("_") and is_of_phalanx(getattr(member, "fget", member))
+    }
+    assert shown <= there
+    assert there - shown <= BETWEEN_PARTS
+
+
+def is_of_phalanx(function: object) -> bool:
+    return (getattr(function, "__module__", None) or "").startswith("phalanx")
 
 
 def test_every_public_name_is_in_the_reference_once() -> None:
