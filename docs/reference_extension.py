@@ -33,6 +33,7 @@ from typing import Any
 from griffe import Alias, Attribute, Docstring, ExprName, Extension, Function, Module, Object
 
 ARGUMENT = re.compile(r"(?P<name>[`\w*][^\s]*(?:(?:, | )[`\w*][^\s,]*)*?) {2,}(?P<text>\S.*)")
+LONG_NAME = re.compile(r"(?P<name>\w+) (?P<text>\S.*)")  # one that leaves a single space
 END_OF_LIST = "<!-- -->"
 ISSUED = re.compile(r"asynchronous\((\w+)\)")
 REQUEST = re.compile(r"Request\[(.*)\]")
@@ -88,21 +89,36 @@ def as_list(paragraph: str) -> str:
     columns = [entry["text"] for entry in entries if entry is not None]
     if len(columns) > 1 and all(re.search(r"\S {2,}\S", text) for text in columns):
         return indent(paragraph, "    ")  # a table of three columns
-    items: list[str] = []
-    for line, entry in zip(lines, entries, strict=True):
+    if entries[0] is None:
+        return paragraph
+    column, items = entries[0].start("text"), list[str]()
+    for line, aligned in zip(lines, entries, strict=True):
+        long = LONG_NAME.fullmatch(line)
+        entry = aligned or (long if long and long.start("text") == column else None)
         if entry is not None:
             names = ", ".join(f"`{name.strip('`')}`" for name in entry["name"].split(", "))
             items.append(f"- {names}: {entry['text']}")
-        elif items and line.startswith("  "):
-            items[-1] += f" {line.strip()}"
         else:
-            return paragraph
+            items[-1] += f" {line.strip()}"
     return "\n".join(items)
 
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:
     """Return a page of the reference without the examples, which docstrings have."""
     return ENTRY.sub(r"\1", markdown)
+
+
+def definition(name: Object | Alias) -> str:
+    """The path of what a name is defined as; that of the class, if it is another name of one."""
+    target = name.final_target if isinstance(name, Alias) else name
+    if target.name == "PendingCollective":
+        target = target.module[str(target.value)].final_target
+    return str(target.path)
+
+
+def without_lists(text: str) -> str:
+    """The paragraphs of a docstring that are no list."""
+    return "\n\n".join(part for part in text.split("\n\n") if not part.startswith("- "))
 
 
 def with_example(text: str, example: str, source: str) -> str:
@@ -128,7 +144,11 @@ class ReferenceExtension(Extension):
         """Find out where the names of the reference are defined."""
         if pkg.path == "phalanx":
             self.package = pkg
-            self.named = {pkg[name].canonical_path: name for name in self.shown}
+            for name in self.shown:
+                if pkg[name].is_module:  # which has the function of the same name
+                    path = f"{pkg[name].canonical_path}.{name.rpartition('.')[2]}"
+                    pkg.set_member(name, Alias(name, path, parent=pkg))
+            self.named = {definition(pkg[name]): name for name in self.shown}
 
     def on_module(self, *, mod: Module, **kwargs: Any) -> None:
         """Asynchronous forms of collectives are functions, and `PendingCollective` is a class."""
@@ -166,6 +186,8 @@ class ReferenceExtension(Extension):
         if obj.docstring is None:
             return
         obj.docstring.value = as_markdown(obj.docstring.value)
+        if self.named.get(obj.path) == "PendingCollective":  # its attributes are for Phalanx alone
+            obj.docstring.value = without_lists(obj.docstring.value)
         if (name := self.named.get(obj.path)) is not None:
             example = self.examples.get(name, "")
             source = str(obj.relative_package_filepath)
