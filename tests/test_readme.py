@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import inspect
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from documents import PAGES, ROOT, blocks
+from ports import unused_port
 from torch import nn
 from typer.testing import CliRunner
 
@@ -81,8 +86,11 @@ def test_the_program_of_the_home_page_prints_on_two_ranks_what_the_page_shows(
     assert [run.stdout] == blocks("text", PAGES["docs/index.md"])
 
 
+REFERENCE = [name for name in PAGES if name.startswith("docs/reference/")]
+
+
 @pytest.mark.parametrize(
-    "page", [name for name in PAGES if name not in ALONE and blocks("python", PAGES[name])]
+    "page", [n for n in PAGES if n not in (*ALONE, *REFERENCE) and blocks("python", PAGES[n])]
 )
 def test_the_python_of_a_guide_runs_on_two_ranks(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -198,7 +206,127 @@ def is_there(path: str) -> bool:
 
 # The API reference ------------------------------------------------------------------------------
 
+
+def entries() -> Iterator[tuple[str, str]]:
+    """The names that the reference shows, and what stands under each up to the next one."""
+    for page in REFERENCE:
+        pieces = re.split(r"^::: (phalanx[\w.]*)\n", PAGES[page], flags=re.MULTILINE)
+        yield from zip(pieces[1::2], pieces[2::2], strict=True)
+
+
+ENTRIES = dict(entries())
+OPTIONS = r"(?:    [^\n]*\n)*\n"  # of the directive
+FLAGS = re.DOTALL | re.MULTILINE
+WITHOUT_EXAMPLE = {
+    "DEFAULT_TIMEOUT": "a number",
+    "TopKCompressor": "another name of TopK",
+    **dict.fromkeys(phalanx.errors.__all__, "the page of errors has examples for all"),
+}
+NOT_RUN = {  # here: what each needs, and the tests of it
+    "phalanx.spawn(": "processes: tests/multiprocess/test_spawn.py",
+    "phalanx.TorchBackend(": "a process group of the process: tests/backends/test_torch_group.py",
+    "phalanx.NcclBackend(": "GPUs: tests/scripts/device.py",
+    "phalanx.UccBackend(": "a build of torch with UCC: tests/backends/test_torch_group.py",
+    "phalanx.MpiBackend(": "mpirun: tests/mpi_ranks.py",
+}
+BETWEEN_PARTS = set(
+    """
+    share registers_memory has_background spares_a_processor forked finished issue run
+    check_rank check_peer check_movable
+    attach deal other_parts before_step after_step after_skip passes answer begin_answers end_join
+    leaves communicating needs means named_parameters named_buffers slices all_slices writing
+    own_state load_own_state
+    """.split()  # noqa: SIM905 - a line for each kind
+)
+EXAMPLES = [
+    (page, number)
+    for page in REFERENCE
+    for number, source in enumerate(blocks("python", PAGES[page]))
+    if not any(call in source for call in NOT_RUN)
+]
+PORT = "29500"  # an example with it makes backends, whose ranks wait without the simulation
+
+
+def compared(source: str) -> ast.Module:
+    """The program that also looks whether values are as it says behind them.
+
+    value  # -> repr            on every rank
+    value  # rank 1 -> repr     on this one
+    """
+    program, lines = ast.parse(source), source.splitlines()
+    notes = {n: re.search(r"  # (?:rank (\d) )?-> (.+)$", text) for n, text in enumerate(lines, 1)}
+    said = {number: note for number, note in notes.items() if note is not None}
+    for node in ast.walk(program):
+        note = said.pop(node.end_lineno or 0, None) if isinstance(node, ast.Expr) else None
+        if note is not None and isinstance(node, ast.Expr):
+            names = [ast.Constant(each) for each in note.groups()]
+            node.value = ast.Call(ast.Name("compare", ast.Load()), [*names, node.value], [])
+    assert said == {}, "only the value of an expression can be compared"
+    return ast.fix_missing_locations(program)
+
+
+@pytest.mark.parametrize(("page", "number"), EXAMPLES)
+def test_an_example_of_the_reference_runs_on_two_ranks_and_gives_what_it_says(
+    page: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = blocks("python", PAGES[page])[number]
+    program = compile(compared(source.replace(PORT, str(unused_port()))), f"<{page}>", "exec")
+    monkeypatch.chdir(tmp_path)  # some save checkpoints
+
+    def run(backend: phalanx.Backend) -> None:
+        def compare(rank: str | None, text: str, value: object) -> None:
+            if rank in (None, str(backend.rank)):
+                assert " ".join(repr(value).split()) == text  # of a matrix, in one line
+
+        exec(program, {**scope_of(backend), "compare": compare})
+
+    if PORT not in source:
+        phalanx.simulate(run, 2)
+        return
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(run, phalanx.SimulatedBackend.create_group(2)))
+
+
+def test_the_examples_that_are_not_run_are_a_few_of_the_top_level_and_have_tests() -> None:
+    assert {f"phalanx.{name}(" for name in phalanx.__all__} >= NOT_RUN.keys()
+    assert len(NOT_RUN) <= 6
+    assert [why for why in NOT_RUN.values() if not (ROOT / why.split(": ")[1]).exists()] == []
+
+
+def test_every_class_and_function_of_the_top_level_has_an_example_that_names_it() -> None:
+    without = set()
+    for name in phalanx.__all__:
+        example = re.match(rf"{OPTIONS}```python\n(.*?)^```", ENTRIES[f"phalanx.{name}"], FLAGS)
+        if example is None or not re.search(rf"\bphalanx\.{name}\b", example[1]):
+            without.add(name)
+    assert without == WITHOUT_EXAMPLE.keys()
+
+
 SHOWN = re.findall(r"^::: (phalanx[\w.]*)", "".join(PAGES.values()), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", phalanx.__all__)
+def test_the_first_page_of_the_reference_links_to_every_public_name(name: str) -> None:
+    (page,) = re.findall(rf"\]\((\S+\.md)#phalanx\.{name}\)", PAGES["docs/reference/index.md"])
+    assert f"::: phalanx.{name}\n" in PAGES[f"docs/reference/{page}"]
+
+
+@pytest.mark.parametrize("name", ["Backend", "DDP", "FSDP", "LocalSGD", "DiLoCo", "Pipeline"])
+def test_the_reference_shows_the_methods_that_users_call(name: str) -> None:
+    """A new method is shown, or it is one of those that only other parts of Phalanx call."""
+    (listed,) = re.findall(r"members: \[(.*?)\]", ENTRIES[f"phalanx.{name}"], re.DOTALL)
+    shown = set(re.findall(r"\w+", listed))
+    there = {
+        method
+        for method, member in inspect.getmembers(getattr(phalanx, name))
+        if not method.startswith("_") and is_of_phalanx(getattr(member, "fget", member))
+    }
+    assert shown <= there
+    assert there - shown <= BETWEEN_PARTS
+
+
+def is_of_phalanx(function: object) -> bool:
+    return (getattr(function, "__module__", None) or "").startswith("phalanx")
 
 
 def test_every_public_name_is_in_the_reference_once() -> None:
