@@ -48,7 +48,7 @@ WITH_DDP = {
 }
 
 BUDGETS = {  # of each package: lines, files
-    ".": (928, 7),  # the package's own files
+    ".": (936, 7),  # the package's own files
     "aggregation": (1_817, 7),
     "checkpoint": (3_596, 14),
     "cli": (1_100, 6),

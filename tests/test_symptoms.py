@@ -511,6 +511,9 @@ def test_each_error_has_an_entry_and_the_reference_links_to_it(error: str) -> No
     entry = anchor(headings[0]) if headings else "other-errors"
     shown = REFERENCE.split(f"::: phalanx.{error}\n")[1].split(":::")[0]
     assert f"](../symptoms.md#{entry})" in shown
+    kind = getattr(phalanx, error)
+    if kind not in (phalanx.DistributedError, phalanx.RankStopped):
+        assert kind.__doc__.endswith(f"docs/symptoms.md, {error}")
 
 
 def test_each_link_of_the_page_leads_to_a_heading() -> None:

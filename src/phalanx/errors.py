@@ -2,13 +2,7 @@
 
 All derive from `DistributedError`, and each also from the built-in that a Python programmer would
 catch. An argument that is wrong by itself, such as a tag that is no number, is Python's own
-TypeError or ValueError. Attributes have the known facts, `None` if one has no meaning:
-
-    rank       the rank that raises, in the numbering of the backend that was called
-    peer       the rank that is to blame or was waited for
-    op         the operation, such as "all_reduce"
-    sequence   the number of that operation in its group, counted from 0
-    seconds    how long the rank had waited
+TypeError or ValueError. Attributes have the known facts:
 
     DistributedError
     ├── InvalidRankError        ValueError         a rank that does not exist
@@ -65,7 +59,21 @@ __all__ = [
 
 
 class DistributedError(Exception):
-    """The base class of all of them; see the module for its attributes."""
+    """The base class of all errors of this package.
+
+    rank      the rank that raises, in the numbering of the backend that was called
+    peer      the rank that is to blame or was waited for
+    op        the operation, such as "all_reduce"
+    sequence  the number of that operation in its group, counted from 0
+    seconds   how long the rank had waited
+
+    What is not known, or has no meaning, is None.
+    """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.__module__ == __name__:
+            cls.__doc__ = f"{cls.__doc__}\n\nCauses, remedies: docs/symptoms.md, {cls.__name__}"
 
     def __init__(
         self,

@@ -276,7 +276,7 @@ class Compressor(ABC):
     `commit`, after a pass over all gradients; `rollback` forgets a pass without a result.
 
     waits_for_step   whether passes count only if an optimizer takes the step, as in a pipeline,
-    whose steps have several, and whose gradients may be infinite elsewhere
+                     whose steps have several, and whose gradients may be infinite elsewhere
     """
 
     waits_for_step = False

@@ -35,7 +35,7 @@ class ErrorFeedback(Compressor, ResidualStore):
     """A compressor that loses nothing: values that it leaves out are sent later.
 
     compressor   any other one. Quantized rounds to nearest in here, unless told otherwise;
-    `inner` is the compressor in the form that is used
+                 `inner` is the compressor in the form that is used
 
     Sums and residuals are float32 for all gradients but float64, which stay that. The equation
     above holds bit for bit for `TopK`, `RandomK` and `Half`, whose messages are some of the values

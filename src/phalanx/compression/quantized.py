@@ -183,7 +183,7 @@ class Quantized(TwoRounds):
                 may be shorter, and `bits` for each value
     stochastic  round up or down at random, so that the mean over many times is the value; at 1 bit
                 the scale is the block's largest value then. Else round to nearest; at 1 bit the
-    scale is the mean magnitude. None: stochastic, but under error feedback, which makes
+                scale is the mean magnitude. None: stochastic, but under error feedback, which makes
                 up for a bias and wants small errors, to nearest
     seed        of the random numbers, which differ for each call and member
 

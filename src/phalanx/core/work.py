@@ -36,17 +36,17 @@ class Work(Wait, Generic[T]):
     is received into, must not be read either. Any number may be outstanding on one backend;
     collectives of one group run in the order in which they were issued. A work need not be waited
     for, but its error is then seen only by the next call.
-
-    program    an iterator of steps
-    buffers    the memory of its rounds, as bytes; looked up when a round is posted
-    combine    reduces bytes that arrive into a buffer
-    result     called once, by `wait`, for its return value
-    step       the current one, if there is one
-    ask_at     when it asks the other ranks whether they are in the same collective
-    sender     of a received message, as a global rank
-    waited     if it is traced: seconds until the first byte of each round arrived,
-    sent, received   and bytes moved
     """
+
+    # program    an iterator of steps
+    # buffers    the memory of its rounds, as bytes; looked up when a round is posted
+    # combine    reduces bytes that arrive into a buffer
+    # result     called once, by `wait`, for its return value
+    # step       the current one, if there is one
+    # ask_at     when it asks the other ranks whether they are in the same collective
+    # sender     of a received message, as a global rank
+    # waited     if it is traced: seconds until the first byte of each round arrived,
+    # sent, received   and bytes moved
 
     __slots__ = (
         *("_callbacks", "_finish", "_result", "_steps", "ask_at", "buffers", "call", "channel"),

@@ -56,7 +56,7 @@ class BatchSampler(Sampler[list[int]]):
                 pools of `pool` batches; a pool is sorted by length; all batches are then shuffled
     weights     draw as many samples as there are, each time one in proportion to its weight,
                 with replacement. A sample may come often in an epoch, or not at all
-    allow_empty let ranks have empty parts where a batch has fewer samples than there are ranks;
+    allow_empty  let ranks have empty parts where a batch has fewer samples than there are ranks;
                 without it this is a ValueError here. `collate_fn` then has to take an empty list
 
     # Notes

@@ -315,7 +315,7 @@ class ServiceRecord:
     optimizer   theirs; None if it has none
     steps       of the optimizer
     clocks      steps of each worker that has joined and not left, counted from
-    the slowest worker's clock at the time of joining
+                the slowest worker's clock at the time of joining
     pushes      number of counted steps of every worker that has joined
     dropped     the workers that were lost, and why
     """

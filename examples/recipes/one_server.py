@@ -1,6 +1,6 @@
 """A parameter server: rank 0 has the optimizer, workers push gradients and pull parameters.
 
-phalanx run -n 3 examples/recipes/parameter_server.py
+phalanx run -n 3 examples/recipes/one_server.py
 """
 
 from functools import partial
