@@ -32,7 +32,10 @@ ALONE = (
     "docs/getting-started.md",
 )  # the others: parts of a script
 INSIDE = ("CONTRIBUTING.md", "docs/design.md", "docs/main-path.md")  # these name what is inside
-OF_SCRIPTS = "docs/your-script.md"  # its diffs: tests/examples/test_first_hour.py
+OF_SCRIPTS = (
+    "docs/your-script.md",
+    "docs/your-script-vision.md",
+)  # tests/examples/test_first_hour*.py
 LONG_EXAMPLES = ("examples/train_language_model.py",)
 
 
@@ -106,12 +109,12 @@ def test_the_python_of_a_guide_runs_on_two_ranks(
     assert len(phalanx.simulate(run, 2)) == 2
 
 
-# Those of docs/coming-from.md and docs/your-script.md are of whole scripts, which their tests run.
+# Those of docs/coming-from.md and OF_SCRIPTS are of whole scripts, which their tests run.
 DIFFS = [diff for page in ("README.md", "docs/sharded.md") for diff in blocks("diff", PAGES[page])]
 
 
 def test_every_diff_in_a_document_is_run() -> None:
-    pages = ("docs/coming-from.md", OF_SCRIPTS)
+    pages = ("docs/coming-from.md", *OF_SCRIPTS)
     elsewhere = [diff for page in pages for diff in blocks("diff", PAGES[page])]
     assert sorted(all_blocks("diff")) == sorted([*DIFFS, *elsewhere])
 

@@ -6,10 +6,7 @@ The numbers are compared in double precision, on a seventh of the data: 142 sequ
 
 from __future__ import annotations
 
-import ast
-import difflib
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -21,7 +18,7 @@ from types import ModuleType
 import pytest
 import torch
 from commands import PHALANX
-from documents import PAGES, ROOT, blocks
+from documents import PAGES, blocks
 from first_hour import (
     step0_plain,
     step1_ddp,
@@ -30,16 +27,26 @@ from first_hour import (
     step4_fsdp,
 )
 from processes import run_job, run_python
+from scripts_in_steps import (
+    Held,
+    History,
+    assert_shown,
+    difference,
+    elements,
+    epochs,
+    held_by,
+    picture_of_ranks,
+    run_command,
+    runs_of,
+    same,
+    words_of,
+)
 
 import phalanx
 
 STEPS = (step0_plain, step1_ddp, step2_micro_batches, step3_checkpoints, step4_fsdp)
 PAGE = PAGES["docs/your-script.md"]
-PROMPT = r"^```console\n([^\n]+)\n```\n\n```text\n(.*?)^```"
-RUNS = dict(re.findall(PROMPT, PAGE, flags=re.DOTALL | re.MULTILINE))
-EPOCH = re.compile(r"epoch (\d+)  loss (\d\.\d{3})  held-out (\d\.\d{3})")
-
-History = list[tuple[float, float]]
+RUNS = runs_of(PAGE)
 
 
 @pytest.fixture(autouse=True)
@@ -76,12 +83,6 @@ def train(step: ModuleType, ranks: int, out: Path, *, leave: int = 0, **options:
     first, *others = phalanx.simulate(run, ranks)
     assert all(other == first for other in others)
     return first
-
-
-def same(found: History, expected: History) -> bool:
-    return torch.tensor(found).shape == torch.tensor(expected).shape and torch.allclose(
-        torch.tensor(found), torch.tensor(expected), rtol=1e-8, atol=0
-    )
 
 
 # The numbers ------------------------------------------------------------------------------------
@@ -155,18 +156,6 @@ def test_bfloat16_has_almost_the_losses_of_single_precision(tmp_path: Path) -> N
 # The page ---------------------------------------------------------------------------------------
 
 
-def code(step: ModuleType) -> list[str]:
-    """The lines of a script after its docstring, which says how it is called."""
-    source = Path(step.__file__ or "").read_text()
-    return source.splitlines()[ast.parse(source).body[1].lineno - 1 :]
-
-
-def difference(before: ModuleType, after: ModuleType) -> str:
-    """What changes from one script to the next, with a line around it and ... between places."""
-    lines = [*difflib.unified_diff(code(before), code(after), n=1, lineterm="")][3:]
-    return "".join(f"{' ...' if line.startswith('@@') else line.rstrip()}\n" for line in lines)
-
-
 @pytest.mark.parametrize("number", range(4))
 def test_a_diff_of_the_page_is_that_of_two_scripts(number: int) -> None:
     found = blocks("diff", PAGE)
@@ -174,41 +163,26 @@ def test_a_diff_of_the_page_is_that_of_two_scripts(number: int) -> None:
     assert found[number] == difference(STEPS[number], STEPS[number + 1])
 
 
-def words_of(command: str) -> tuple[int, list[str]]:
-    """The number of ranks, and the script with its arguments."""
-    match shlex.split(command):
-        case ["python", *words]:
-            ranks = 1
-        case ["phalanx", "run", "-n", number, *words]:
-            ranks = int(number)
-        case _:
-            raise AssertionError(command)
-    return ranks, [str(ROOT / words[0]), *words[1:]]
+@pytest.mark.parametrize("wrap", ["DDP", "FSDP"])
+def test_a_picture_of_the_page_shows_what_ranks_have(wrap: str) -> None:
+    def trained(backend: phalanx.Backend) -> Held:
+        plain = step4_fsdp.Classifier()
+        every = elements(plain.parameters())
+        unit = {"unit": torch.nn.TransformerEncoderLayer} if wrap == "FSDP" else {}
+        model = getattr(phalanx, wrap)(plain, backend, **unit)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.zeros(1, 16, dtype=torch.int64)).sum().backward()
+        optimizer.step()
+        return held_by(model, optimizer, every, states=2)
 
-
-def epochs(output: str) -> list[tuple[float, ...]]:
-    return [tuple(map(float, found)) for found in EPOCH.findall(output)]
-
-
-def assert_shown(output: str, shown: str) -> None:
-    """The page has the last lines; their numbers may differ by rounding in single precision."""
-    lines = epochs(shown)
-    assert lines
-    assert [line[0] for line in epochs(output)][-len(lines) :] == [line[0] for line in lines]
-    for found, line in zip(epochs(output)[-len(lines) :], lines, strict=True):
-        assert found == pytest.approx(line, abs=0.01), output
+    assert picture_of_ranks(trained, 2, marks=8) in blocks("text", PAGE)
 
 
 @pytest.mark.parametrize("command", [each for each in RUNS if "step3" not in each])
 def test_a_command_of_the_page_prints_what_it_says(command: str, tmp_path: Path) -> None:
-    ranks, words = words_of(command)
-    if command.startswith("python"):
-        done = [run_python(words, folder=tmp_path)]
-    else:
-        done = run_job(words, ranks, folder=tmp_path)
-    assert [each.returncode for each in done] == [0] * ranks, done
-    assert_shown(done[0].stdout, RUNS[command])
-    assert not any(epochs(each.stdout) for each in done[1:])
+    first, *others = run_command(command, tmp_path)
+    assert_shown(first.stdout, RUNS[command])
+    assert not any(epochs(each.stdout) for each in others)
 
 
 def test_sigterm_leaves_a_checkpoint_from_which_another_number_of_ranks_goes_on(
