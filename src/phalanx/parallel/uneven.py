@@ -34,9 +34,9 @@ def check_joinable(module: nn.Module, who: str, backend: Backend, already: objec
     for name, layer in module.named_modules():
         if isinstance(layer, SyncBatchNorm):
             problem = (
-                f"no rank without a batch can answer for {name or 'the module'}, a SyncBatchNorm, "
-                "which needs every rank in each forward pass. Pass an empty batch on ranks that "
-                "have none, of weight 0; or use join(throw_on_early_termination=True)"
+                "a rank with fewer micro-batches than another, or none, cannot answer for "
+                f"{name or 'the module'}, a SyncBatchNorm, which needs every rank in each forward "
+                "pass. Pass empty ones of weight 0; or join(throw_on_early_termination=True)"
             )
     if problem is not None:
         refuse(who, backend.rank, problem)
