@@ -48,21 +48,21 @@ WITH_DDP = {
 }
 
 BUDGETS = {  # of each package: lines, files
-    ".": (936, 7),  # the package's own files
+    ".": (938, 7),  # the package's own files
     "aggregation": (1_817, 7),
-    "checkpoint": (3_596, 14),
+    "checkpoint": (3_597, 14),
     "cli": (1_100, 6),
     "collectives": (5_225, 24),
     "compression": (1_770, 7),
     "core": (5_510, 21),
     "fsdp": (2_746, 10),
-    "launch": (4_249, 21),
+    "launch": (4_257, 21),
     "native": (2_305, 8),
     "ops": (730, 3),  # without its packages
     "ops.bench": (2_085, 7),
     "ops.clusters": (870, 5),
     "ops.interop": (925, 4),
-    "ops.observe": (3_967, 19),
+    "ops.observe": (3_973, 19),
     "optim": (410, 3),
     "parallel": (5_034, 23),
     "pipeline": (2_102, 8),

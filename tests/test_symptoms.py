@@ -113,6 +113,21 @@ def both_meet(*calls: Callable[[Backend], object]) -> BaseException:
     return simulated(lambda backend: calls[backend.rank](backend), len(calls))
 
 
+def saves_alone() -> BaseException:
+    """What rank 1 is told, which goes on training."""
+    told = []
+
+    def train(backend: Backend) -> None:
+        model = phalanx.DDP(nn.Linear(3, 1), backend)
+        if backend.rank == 0:
+            phalanx.save_checkpoint("runs", model=model, step=1)
+        else:
+            told.append(raised(lambda: model(torch.ones(2, 3)).sum().backward()))
+
+    simulated(train)
+    return told[0]
+
+
 def end_of_an_epoch() -> BaseException:
     def train(backend: Backend) -> None:
         with backend:
@@ -145,10 +160,6 @@ def nobody_comes() -> BaseException:
 
 def receive_first(backend: Backend) -> None:
     backend.recv(torch.empty(1), 1 - backend.rank)
-
-
-def all_reduce_of(size: int) -> Callable[[Backend], object]:
-    return lambda backend: phalanx.all_reduce(torch.ones(size), backend)
 
 
 def _ends(backend: Backend, number: int, victim: int) -> None:
@@ -208,8 +219,8 @@ def hybrid(backend: Backend) -> None:
     phalanx.FSDP(nn.Linear(4, 4), backend, strategy=phalanx.ShardingStrategy.hybrid(2))
 
 
-def turned_away(token: str, size: int) -> BaseException:
-    """What rank 1 is told that is given these; rank 0 has another token, or a world of two."""
+def turned_away(token: str, size: int, *, told: int = 1) -> BaseException:
+    """What a rank is told if rank 1 is given these; rank 0 has another token, or a world of two."""
     listener = loopback_listener()
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     zero = partial(phalanx.TcpBackend, 0, 2, address, token=TOKEN, timeout=0.4, listener=listener)
@@ -217,7 +228,7 @@ def turned_away(token: str, size: int) -> BaseException:
         waiting = pool.submit(raised, zero)
         error = raised(lambda: phalanx.TcpBackend(1, size, address, token=token, timeout=0.4))
         assert isinstance(waiting.result(), phalanx.CollectiveTimeoutError)
-    return error
+    return error if told == 1 else waiting.result()
 
 
 def short_token() -> BaseException:
@@ -400,11 +411,9 @@ PROVOKED: Mapping[str, tuple[Callable[[], Said], ...]] = MappingProxyType(
         "Hangs at the end of an epoch": (end_of_an_epoch,),
         "It goes on waiting": (goes_on_waiting,),
         "CollectiveTimeoutError": (deadline_passes,),
-        "Rank 1 did not come": (nobody_comes,),
+        "Rank 1 did not come": (nobody_comes, lambda: turned_away(TOKEN, 3, told=0)),
         "DeadlockError": (lambda: simulated(receive_first),),
-        "DesyncError": (
-            lambda: both_meet(all_reduce_of(3), lambda b: phalanx.broadcast(torch.ones(3), b)),
-        ),
+        "DesyncError": (saves_alone,),
         "PeerLostError": (
             lambda: lost(signal.SIGKILL, 3),
             lambda: lost(signal.SIGSTOP, 2),

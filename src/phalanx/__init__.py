@@ -112,6 +112,8 @@ __all__ = sorted(_MODULE_OF)  # noqa: PLE0605 - each is spelled out above
 if not TYPE_CHECKING:  # or a type checker would let any name pass
 
     def __getattr__(name: str) -> Any:
+        if name in {module.split(".")[1] for module in _WHERE}:  # phalanx.tensor, ...
+            return importlib.import_module(f"{__name__}.{name}")
         if name not in _MODULE_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(_MODULE_OF[name]), name)

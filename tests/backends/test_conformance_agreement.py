@@ -10,6 +10,7 @@ second after which ranks that wait for each other ask what is going on passes on
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -170,7 +171,7 @@ def check(outcome: Outcome, rank: int, odd: int, size: int, case: str) -> None:
         if rank == odd:
             assert error.peer not in (None, odd), f"{case}: {error}"
         else:
-            told = f"on rank {odd}" in str(error)
+            told = re.search(rf"\n  rank {odd} (\(.*\) )?called ", str(error))
             assert told or error.peer == odd, f"{case} does not hear of the odd one: {error}"
     for call, result in outcome.returned:
         expected = call.expected(rank, size)

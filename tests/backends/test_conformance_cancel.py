@@ -38,7 +38,7 @@ def test_a_collective_that_is_cancelled_breaks_its_group_and_everybody_is_told_w
         if backend.rank == 1:
             backend.recv(bytearray(), 0)  # or there is nothing to cancel any more
             with pytest.raises(
-                MisuseError, match=r"rank 0: all_reduce #0 .* was given up: no more"
+                MisuseError, match=r"rank 0( \(.*\))?: all_reduce #0 .* was given up: no more"
             ):
                 phalanx.all_reduce(torch.ones(1), inner)
         else:

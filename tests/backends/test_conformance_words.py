@@ -129,7 +129,7 @@ def test_the_others_are_told_which_two_disagree(cluster: Cluster) -> None:
 
 @pytest.mark.requires("agreement")
 def test_a_function_that_only_some_ranks_call_is_told_by_its_name(cluster: Cluster) -> None:
-    """The remedy is the last line, and no wrapper adds a cause of its own."""
+    """With the remedy; a wrapper adds the causes that it knows."""
 
     def disagree(backend: Backend) -> str:
         model = phalanx.DDP(nn.Linear(2, 1), backend)
@@ -138,10 +138,10 @@ def test_a_function_that_only_some_ranks_call_is_told_by_its_name(cluster: Clust
         return str(told(lambda: model(torch.ones(3, 2)).sum().backward()))
 
     for text in cluster.run(disagree, 2, timeout=PROMPT):
-        _, first, second, remedy = text.split("\n")
+        _, first, second, remedy, *_ = text.split("\n")
         assert "DDP's pass 0" in first
         assert " in mean() at " in second
-        assert remedy == "all ranks of the group have to call mean(), at the same point"
+        assert remedy.startswith("all ranks of the group have to call mean(), at the same point")
 
 
 @pytest.mark.requires("mismatches")

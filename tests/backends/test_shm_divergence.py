@@ -86,7 +86,7 @@ def test_nobody_passes_a_barrier_with_a_rank_that_was_another_root(
                 f"broadcast #{before} (float32 [4], root {r}," for r in (rank, 1 - rank)
             )
             assert mine in str(error)
-            assert f"met {theirs}" in str(error)
+            assert f"called {theirs}" in str(error)
 
 
 def test_a_root_that_came_to_the_barrier_last_learns_that_another_rank_was_root_too() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -354,6 +355,17 @@ def test_a_traceback_has_the_programs_own_lines(monkeypatch: pytest.MonkeyPatch)
     assert "simulate.py" not in text
     monkeypatch.setenv("PHALANX_LOG", "debug")
     assert "simulate.py" in format_traceback(caught.value, hide=())
+
+
+def test_what_an_error_of_this_package_came_from_has_no_lines_of_this_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PHALANX_LOG", raising=False)
+    with pytest.raises(phalanx.CheckpointError) as caught:
+        phalanx.load_pretrained(tmp_path / "none", torch.nn.Linear(1, 1))
+    text = format_traceback(caught.value, hide=())
+    assert "pretrained.py" not in text
+    assert __file__ in text
 
 
 def test_a_fault_of_this_package_shows_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,8 +133,9 @@ class _Pretrained:
         missing = [name for name, known in names.items() if not any(n in there for n in known)]
         if missing:
             raise CheckpointMismatchError(
-                f"{self._folder} does not fit: it has no {shown(missing)}, which the model has. If "
-                "they are there under other names, give rename="
+                f"{self._folder} does not fit: it has no {shown(missing)}, which the model has. It "
+                f"has {shown(sorted(there))}. If these are they, under other names, give "
+                "rename=, which turns a name of the files into one of the model"
             )
         cuts = cuts_of(self._model, here)
         wrong = []

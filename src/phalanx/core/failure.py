@@ -12,7 +12,6 @@ from phalanx.errors import CollectiveTimeoutError, DesyncError, DistributedError
 from phalanx.wire.control import FailureNotice, shortened
 
 SOMETHING_ELSE = "something else, or the same with other arguments"
-_HAVE_TO_CALL = "all ranks of the group have to call"
 
 
 class Failure(NamedTuple):
@@ -104,7 +103,7 @@ def error_for(
     broken = "the group is broken: " if later else ""
     mine = call.describe()
     culprit, reporter = failure.culprit, failure.reporter
-    if failure.met:
+    if failure.error is DesyncError and failure.met and reporter != culprit:
         theirs = (description_of(failure.sequence) if culprit == group.here else "") or failure.met
         calls = {reporter: failure.signature, culprit: theirs}
         reason = disagreement(group, failure.sequence, calls)
@@ -136,10 +135,5 @@ def disagreement(group: Members, number: int, calls: dict[int, str]) -> str:
     functions = [called_function(calls[rank]) for rank in ranks]
     if functions[0] != functions[1]:
         missed = " and ".join(f"{name}()" for name in functions if name)
-        lines.append(f"{_HAVE_TO_CALL} {missed}, at the same point")
+        lines.append(f"all ranks of the group have to call {missed}, at the same point")
     return "\n".join(lines)
-
-
-def names_what_all_call(message: str) -> bool:
-    """Return whether a `DesyncError` names a function that only some ranks have called."""
-    return _HAVE_TO_CALL in message

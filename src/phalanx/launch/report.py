@@ -309,17 +309,25 @@ def format_traceback(error: BaseException, *, hide: Collection[str]) -> str:
     return "".join(told.format())
 
 
-def _leave_out_own(told: traceback.TracebackException, error: BaseException) -> None:
-    """Leave this package's frames out of an error's, and of those that it came from."""
+def _leave_out_own(
+    told: traceback.TracebackException, error: BaseException, *, explained: bool = False
+) -> None:
+    """Leave this package's frames out of an error's, and of those that it came from.
+
+    explained   whether an error that this package raises on purpose came from this one
+    """
     own = [frame.filename.startswith(_OWN) for frame in told.stack]
     on_purpose = isinstance(error, (DistributedError, TypeError, ValueError))
-    if not all(own) and (on_purpose or not own[-1]):
+    if all(own) and explained and isinstance(error, (DistributedError, OSError, ImportError)):
+        told.stack = traceback.StackSummary()
+    elif not all(own) and (on_purpose or not own[-1]):
         others = [frame for frame, ours in zip(told.stack, own, strict=True) if not ours]
         told.stack = traceback.StackSummary.from_list(others)
     before = (told.__cause__, error.__cause__), (told.__context__, error.__context__)
     for told_before, error_before in before:
         if told_before is not None and error_before is not None:
-            _leave_out_own(told_before, error_before)
+            explained = isinstance(error, DistributedError)
+            _leave_out_own(told_before, error_before, explained=explained)
 
 
 def error_line(error: BaseException) -> str:

@@ -22,7 +22,6 @@ from phalanx.collectives import all_gather
 from phalanx.collectives.check_same import difference, minority
 from phalanx.compression.compressor import is_finite
 from phalanx.core.backend import Backend
-from phalanx.core.failure import names_what_all_call
 from phalanx.errors import (
     CollectiveTimeoutError,
     DeadlockError,
@@ -311,6 +310,6 @@ def explain(error: DistributedError, cause: str, *, who: str = "DDP") -> None:
         or (isinstance(error, PeerLostError) and " left" in error.message)
         or (isinstance(error, DeadlockError) and "(which has returned)" in error.message)
     )
-    if diverged and not names_what_all_call(error.message):
+    if diverged:
         end = "\n" if "\n" in error.message else ". "
         error.message = f"{error.message.rstrip('.')}{end}{who}: {cause}"

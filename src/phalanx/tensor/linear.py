@@ -157,6 +157,10 @@ class ColumnStyle(Style):
     makes = ColumnParallelLinear
 
     def __post_init__(self) -> None:
+        if isinstance(self.parts, int):
+            raise TypeError(
+                f"parts={self.parts}: give the outputs of each part, as in (width, width, width)"
+            )
         if self.parts is not None:
             object.__setattr__(self, "parts", tuple(self.parts))  # of a list, too
 

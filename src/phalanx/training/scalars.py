@@ -274,9 +274,12 @@ class _Window:
         return torch.tensor([(self.calls, 0), *pairs], dtype=torch.float64)
 
     def means(self, sums: Tensor) -> dict[str, float]:
-        """Return the means, from the sums and counts of all ranks."""
+        """Return the means, from the sums and counts of all ranks.
+
+        To 15 digits, so that the mean of equal values, such as a learning rate, is that value.
+        """
         return {
-            name: total / count
+            name: float(f"{total / count:.15g}")
             for name, (total, count) in zip(self.names, sums.tolist()[1:], strict=True)
         }
 

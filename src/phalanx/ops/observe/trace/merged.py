@@ -180,6 +180,12 @@ def _notes(files: list[TraceFile]) -> list[str]:
     missing = sorted({*range(expected)} - {file.rank for file in files})
     if missing:
         notes.append(f"there is no trace of {name_ranks(missing)} of {expected}")
+    runs = max(Counter(file.rank for file in files).values(), default=0)
+    if runs > 1:
+        notes.append(
+            f"a rank has {runs} runs here: the job was started again, or the folder has the traces "
+            "of several jobs, which are taken for one"
+        )
     for file in files:
         if file.cut_off:
             notes.append(f"{file.path.name} ends in the middle of an event: its rank was killed")
