@@ -22,7 +22,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,14 +30,22 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from rich.console import Console
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.optim import Optimizer
 
 from phalanx import files
 from phalanx.ops.bench import peers
-from phalanx.ops.bench.operations import TrainedModel, task_of
+from phalanx.ops.bench.operations import (
+    OPTIMIZERS,
+    Factory,
+    PreparedCall,
+    Tensors,
+    TrainedModel,
+    task_of,
+)
 from phalanx.ops.bench.peers import Call, Peer, PeerRow, PeerTable, RankContext, make_group
-from phalanx.ops.bench.operations import OPTIMIZERS, Factory, PreparedCall
 from phalanx.ops.bench.report import BenchReport
-from phalanx.ops.bench.request import ResultLine, make_request
+from phalanx.ops.bench.request import make_request
 from phalanx.ops.bench.start import new_report, run_bench
 from phalanx.ops.machine import installed_version
 
@@ -61,10 +69,10 @@ class Library(NamedTuple):
 LIBRARIES = (
     Library("Phalanx", ("phalanx",), ("shm", "tcp")),
     Library("torch", ("torch",), ("gloo",)),
-    Library("Accelerate", ("accelerate",), ("accelerate",)),
     Library("DeepSpeed", ("deepspeed",), ("deepspeed-0", "deepspeed-2")),
-    Library("torchft", ("torchft", "torchft-nightly"), ("torchft",)),
+    Library("Accelerate", ("accelerate",), ("accelerate",)),
     Library("Horovod", ("horovod",)),
+    Library("torchft", ("torchft", "torchft-nightly"), ("torchft",)),
     Library("Hivemind", ("hivemind",)),
 )
 NAMES = {
@@ -93,7 +101,9 @@ class Stepper:
     inner  torch's optimizer, whose own step is timed and whose state is cleared
     """
 
-    def __init__(self, inner: Any, zero_grad: Any, step: Any) -> None:
+    def __init__(
+        self, inner: Optimizer, zero_grad: Callable[[], object], step: Callable[[], object]
+    ) -> None:
         self.inner, self.zero_grad, self.step = inner, zero_grad, step
 
 
@@ -143,7 +153,7 @@ class DeepSpeed(OverGloo):
     """`deepspeed.initialize` with a stage of ZeRO: 0 averages gradients, 2 cuts them into parts."""
 
     def __init__(self, stage: int, context: RankContext) -> None:
-        os.environ["DS_ACCELERATOR"] = "cpu"  # or it compiles and calls tools to find a device
+        os.environ["DS_ACCELERATOR"] = "cpu"  # it looks for devices otherwise
         super().__init__(context)
         self._stage = stage
 
@@ -160,17 +170,18 @@ class DeepSpeed(OverGloo):
             model=module, optimizer=inner, config=config, dist_init_required=False
         )
 
-        def restore(values: Any) -> None:
+        def restore(values: Tensors) -> None:
             module.load_state_dict(values)
             if self._stage:  # the optimizer has a copy of its own part
                 engine.optimizer.refresh_fp32_params()
 
+        stepper: Any = Stepper(inner, lambda: None, engine.step)  # its step sets them to zero
         return TrainedModel(
             engine,
             module.state_dict,
             restore,
             passes=lambda loss: engine.backward(loss()),
-            optimizer=lambda _: Stepper(inner, engine.zero_grad, engine.step),
+            optimizer=lambda _: stepper,
         )
 
 
@@ -189,7 +200,7 @@ class Torchft(OverGloo):
                 bind="127.0.0.1:0", min_replicas=self.size
             )
             address = self._lighthouse.address()
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._manager: Any = torchft.Manager(
             pg=torchft.ProcessGroupGloo(timeout=wait),
             min_replica_size=self.size,
@@ -199,12 +210,11 @@ class Torchft(OverGloo):
             rank=0,
             world_size=1,
             store_addr="127.0.0.1",
-            store_port=store.port,
+            store_port=self._store.port,
             lighthouse_addr=context.gather(address)[0],
             replica_id=f"beside_{self.rank}",
             timeout=wait,
         )
-        self._store = store
 
     def wrap(self, module: nn.Module) -> TrainedModel:
         torchft: Any = importlib.import_module("torchft")
@@ -238,22 +248,36 @@ PEERS: PeerTable = {
 # The part of the page.
 
 Reports = Mapping[str, BenchReport]  # by operation
+OURS = ("shm", "tcp", "gloo")
+TAKING_PART: Mapping[str, tuple[str, ...]] = {
+    "all_reduce": OURS,
+    "ddp": (*OURS, *PEERS),
+    "fsdp": OURS,
+}
 
 
-def measure(rounds: int, say: Any) -> Reports:
-    """Run all operations, one after the other."""
+def measure(
+    rounds: int,
+    say: Callable[[str], None],
+    *,
+    operations: Sequence[str] = tuple(TAKING_PART),
+    width: int = 0,
+) -> Reports:
+    """Run the operations, one after the other, each in fresh ranks.
+
+    width  of the trained layers; 0: the operation's own
+    """
     table = {**peers.PEERS, **PEERS}
-    ours = "shm,tcp,gloo"
-    asked = {"all_reduce": ours, "ddp": ",".join((ours, *PEERS)), "fsdp": ours}
     reports = {}
-    for operation, backends in asked.items():
+    for operation in operations:
         request = make_request(
             [operation],
-            backends=backends,
+            backends=",".join(TAKING_PART[operation]),
             sizes=",".join(map(str, SIZES)),
             rounds=rounds,
             memory="ordinary",
             machine=False,
+            width=width,
             peers=table,
         )
         reports[operation] = new_report(request, [2], table)
@@ -303,7 +327,7 @@ def _libraries(reports: Reports) -> Iterator[str]:
 
 
 def _collectives(report: BenchReport) -> Iterator[str]:
-    """Microseconds of the medians, and how many times Phalanx's they are."""
+    """Microseconds of the medians, and Gloo's over Phalanx's."""
     found = {(line.bytes, line.entry.peer): line for line in report.lines}
     names = [NAMES[peer] for peer in report.request.backends]
     yield f"| all_reduce, us | {' | '.join(names)} | Gloo / shared memory | Gloo / TCP |"
@@ -317,7 +341,7 @@ def _collectives(report: BenchReport) -> Iterator[str]:
 
 
 def _steps(report: BenchReport) -> Iterator[str]:
-    """Milliseconds of the medians, with quartiles, and what torch's step takes of them."""
+    """Milliseconds of the medians, with quartiles; and torch's time over each."""
     (operation,) = report.request.operations
     (torch_s,) = (line for line in report.lines if line.entry.peer == "gloo")
     yield f"| {operation}: {task_of(operation, 0)} | ms | quartiles | torch's time / this |"
