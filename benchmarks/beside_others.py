@@ -297,13 +297,12 @@ def page_part(reports: Reports, day: str) -> str:
 def _circumstances(reports: Reports, day: str) -> Iterator[str]:
     first = reports["all_reduce"]
     machine = first.machine
-    loads = ", ".join(f"{report.machine['load']:.1f}" for report in reports.values())
     yield "| | |"
     yield "|---|---|"
     yield f"| date | {day} |"
     yield f"| machine | {machine['processor']}, {machine['cores']} cores, {machine['system']} |"
     yield f"| Python | {machine['python']} |"
-    yield f"| load average before each table of times | {loads} |"
+    yield f"| load average at the start | {machine['load']:.1f} |"
     yield f"| rounds that count | {first.request.rounds} |"
     yield "| ranks | 2, with one thread each |"
 
