@@ -7,7 +7,8 @@ against those of one process that has all samples.
     all_reduce  in place: Phalanx over shared memory and TCP, torch's Gloo
     ddp         a training step of 6 layers of 1024 x 1024 with the whole model on each rank:
                 phalanx.DDP, torch's DDP, Accelerate, DeepSpeed (ZeRO stages 0 and 2), torchft
-    fsdp        one of 4 layers of 2048 x 2048 in shards: phalanx.FSDP, torch's `fully_shard`
+    fsdp        one of 4 layers of 2048 x 2048 in shards: phalanx.FSDP, torch's `fully_shard`,
+                DeepSpeed (ZeRO stage 3)
 
 Each has its library's defaults. A time is the median of the rounds, of a call on the slower rank.
 The ratio of training steps is the median of the rounds' ratios. A library that is not installed is
@@ -69,7 +70,7 @@ class Library(NamedTuple):
 LIBRARIES = (
     Library("Phalanx", ("phalanx",), ("shm", "tcp")),
     Library("torch", ("torch",), ("gloo",)),
-    Library("DeepSpeed", ("deepspeed",), ("deepspeed-0", "deepspeed-2")),
+    Library("DeepSpeed", ("deepspeed",), ("deepspeed-0", "deepspeed-2", "deepspeed-3")),
     Library("Accelerate", ("accelerate",), ("accelerate",)),
     Library("Horovod", ("horovod",)),
     Library("torchft", ("torchft", "torchft-nightly"), ("torchft",)),
@@ -82,6 +83,7 @@ NAMES = {
     "accelerate": "Accelerate over Gloo",
     "deepspeed-0": "DeepSpeed over Gloo, stage 0",
     "deepspeed-2": "DeepSpeed over Gloo, ZeRO stage 2",
+    "deepspeed-3": "DeepSpeed over Gloo, ZeRO stage 3",
     "torchft": "torchft over Gloo",
 }
 SIZES = {8: "8 B", 64 << 10: "64 KiB", 1 << 20: "1 MiB", 64 << 20: "64 MiB"}
@@ -108,14 +110,14 @@ class Stepper:
 
 
 class OverGloo(Peer):
-    """A library that trains a model whose parameters are whole on each rank."""
+    """A library that trains on torch's group, unless it says otherwise with whole parameters."""
 
     def __init__(self, context: RankContext) -> None:
         super().__init__(context)
         self.group = make_group("gloo", context)
-        self.does = {"ddp": self._ddp}
+        self.does = {"ddp": self._step}
 
-    def _ddp(self, call: PreparedCall) -> Call:
+    def _step(self, call: PreparedCall) -> Call:
         return self.step(call, self.wrap)
 
     def wrap(self, module: nn.Module) -> TrainedModel:
@@ -150,18 +152,24 @@ class Accelerate(OverGloo):
 
 
 class DeepSpeed(OverGloo):
-    """`deepspeed.initialize` with a stage of ZeRO: 0 averages gradients, 2 cuts them into parts."""
+    """`deepspeed.initialize` with a stage of ZeRO.
+
+    0 averages gradients; 2 cuts them and the optimizer's state into parts; 3 cuts the model, too
+    """
 
     def __init__(self, stage: int, context: RankContext) -> None:
         os.environ["DS_ACCELERATOR"] = "cpu"  # it looks for devices otherwise
         super().__init__(context)
         self._stage = stage
+        if stage == 3:
+            self.does = {"fsdp": self._step}
 
     def wrap(self, module: nn.Module) -> TrainedModel:
         deepspeed: Any = importlib.import_module("deepspeed")
         inner = OPTIMIZERS[self.optimizer](module.parameters())
+        [operation] = self.does
         config = {
-            "train_micro_batch_size_per_gpu": task_of("ddp", self.width).batch,
+            "train_micro_batch_size_per_gpu": task_of(operation, self.width).batch,
             "zero_optimization": {"stage": self._stage},
             "zero_allow_untested_optimizer": True,
             "steps_per_print": 1 << 40,
@@ -169,20 +177,46 @@ class DeepSpeed(OverGloo):
         engine, *_ = deepspeed.initialize(
             model=module, optimizer=inner, config=config, dist_init_required=False
         )
-
-        def restore(values: Tensors) -> None:
-            module.load_state_dict(values)
-            if self._stage:  # the optimizer has a copy of its own part
-                engine.optimizer.refresh_fp32_params()
-
         stepper: Any = Stepper(inner, lambda: None, engine.step)  # its step sets them to zero
+        whole, restore = self._parameters(module, engine)
         return TrainedModel(
             engine,
-            module.state_dict,
+            whole,
             restore,
             passes=lambda loss: engine.backward(loss()),
             optimizer=lambda _: stepper,
         )
+
+    def _parameters(
+        self, module: nn.Module, engine: Any
+    ) -> tuple[Callable[[], Tensors], Callable[[Tensors], object]]:
+        """What returns the whole parameters, and what gives them other values.
+
+        From stage 1 on the optimizer has a copy of its own part, which gets these, too.
+        """
+        zero: Any = importlib.import_module("deepspeed").zero
+        utils: Any = importlib.import_module("deepspeed.utils")
+        named = dict(module.named_parameters())
+
+        def whole() -> Tensors:
+            with zero.GatheredParameters([*named.values()]):
+                return {name: value.detach().clone() for name, value in named.items()}
+
+        def restore(values: Tensors) -> None:
+            with zero.GatheredParameters([*named.values()], modifier_rank=0):
+                for name, value in named.items():
+                    value.detach().copy_(values[name])
+            for name, value in named.items():
+                utils.safe_set_full_fp32_param(value, values[name])
+
+        def restore_replicas(values: Tensors) -> None:
+            module.load_state_dict(values)
+            if self._stage:
+                engine.optimizer.refresh_fp32_params()
+
+        if self._stage == 3:
+            return whole, restore
+        return module.state_dict, restore_replicas
 
 
 class Torchft(OverGloo):
@@ -240,6 +274,7 @@ PEERS: PeerTable = {
     "accelerate": PeerRow(Accelerate, partial(lacks, "accelerate"), script=SCRIPT),
     "deepspeed-0": PeerRow(partial(DeepSpeed, 0), partial(lacks, "deepspeed"), script=SCRIPT),
     "deepspeed-2": PeerRow(partial(DeepSpeed, 2), partial(lacks, "deepspeed"), script=SCRIPT),
+    "deepspeed-3": PeerRow(partial(DeepSpeed, 3), partial(lacks, "deepspeed"), script=SCRIPT),
     "torchft": PeerRow(Torchft, partial(lacks, "torchft"), script=SCRIPT),
 }
 """The ranks read this table, too: each runs this file, but not as a program."""
@@ -251,8 +286,8 @@ Reports = Mapping[str, BenchReport]  # by operation
 OURS = ("shm", "tcp", "gloo")
 TAKING_PART: Mapping[str, tuple[str, ...]] = {
     "all_reduce": OURS,
-    "ddp": (*OURS, *PEERS),
-    "fsdp": OURS,
+    "ddp": (*OURS, "accelerate", "deepspeed-0", "deepspeed-2", "torchft"),
+    "fsdp": (*OURS, "deepspeed-3"),
 }
 
 
