@@ -320,16 +320,16 @@ def measure(
     return reports
 
 
-def page_part(reports: Reports, day: str) -> str:
-    """What stands between the page's marks, made of nothing but the reports."""
-    lines = [*_circumstances(reports, day), "", *_libraries(reports)]
+def page_part(reports: Reports, day: str, load: float) -> str:
+    """What stands between the page's marks: all reports, the day, and the load at the end."""
+    lines = [*_circumstances(reports, day, load), "", *_libraries(reports)]
     lines += ["", *_collectives(reports["all_reduce"])]
     for operation in ("ddp", "fsdp"):
         lines += ["", *_steps(reports[operation])]
     return "\n".join(lines) + "\n"
 
 
-def _circumstances(reports: Reports, day: str) -> Iterator[str]:
+def _circumstances(reports: Reports, day: str, load: float) -> Iterator[str]:
     first = reports["all_reduce"]
     machine = first.machine
     yield "| | |"
@@ -337,7 +337,8 @@ def _circumstances(reports: Reports, day: str) -> Iterator[str]:
     yield f"| date | {day} |"
     yield f"| machine | {machine['processor']}, {machine['cores']} cores, {machine['system']} |"
     yield f"| Python | {machine['python']} |"
-    yield f"| load average at the start | {machine['load']:.1f} |"
+    loads = f"{machine['load']:.1f}, {load:.1f}"
+    yield f"| load average at the start, and at the end of two ranks' work | {loads} |"
     yield f"| rounds that count | {first.request.rounds} |"
     yield "| ranks | 2, with one thread each |"
 
@@ -411,7 +412,7 @@ def main(words: Sequence[str] | None = None) -> int:
     with Console(stderr=True).status("starting ranks") as status:
         reports = measure(asked.rounds, status.update)
     day = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    part = page_part(reports, day)
+    part = page_part(reports, day, os.getloadavg()[0])
     sys.stdout.write(part)
     wrong = list(complaints(reports))
     for text in wrong:

@@ -99,7 +99,7 @@ def test_the_marked_part_of_the_page_has_the_form_that_the_script_writes(
 ) -> None:
     """The tables, their heads and their first columns; libraries may be missing in one of them."""
     with_versions(monkeypatch)
-    written, shown = tables(page_part(reports(), "2026-01-02")), tables(marked(PAGE))
+    written, shown = tables(page_part(reports(), "2026-01-02", 2.0)), tables(marked(PAGE))
     assert [one[0] for one in shown] == [one[0] for one in written]
     for made, there in zip(written, shown, strict=True):
         names = [row[0] for row in there]
@@ -150,7 +150,7 @@ def test_a_yes_for_another_library_has_a_source() -> None:
 
 def test_medians_and_ratios_are_those_of_the_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     with_versions(monkeypatch)
-    _, _, collectives, ddp, fsdp = tables(page_part(reports(), "2026-01-02"))
+    _, _, collectives, ddp, fsdp = tables(page_part(reports(), "2026-01-02", 2.0))
     assert collectives[2] == ["8 B", "2,000", "4,000", "6,000", "3.0", "1.5"]
     assert ddp[2][1:] == ["2", "2 to 2", "3.00"]
     assert [row[0] for row in ddp[2:]] == [NAMES[peer] for peer in TAKING_PART["ddp"]]
@@ -167,14 +167,14 @@ def test_a_library_that_is_missing_is_named_without_a_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with_versions(monkeypatch, "deepspeed")
-    part = page_part(reports(left_out="deepspeed", reason="deepspeed is not installed"), "day")
+    part = page_part(reports(left_out="deepspeed", reason="deepspeed is not installed"), "day", 2.0)
     assert "| DeepSpeed | not installed | not installed: no number is given |" in part
     assert "DeepSpeed over Gloo" not in part
 
 
 def test_a_library_that_fails_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     with_versions(monkeypatch)
-    part = page_part(reports(left_out="torchft", reason="rank 0: OSError: a | b"), "day")
+    part = page_part(reports(left_out="torchft", reason="rank 0: OSError: a | b"), "day", 2.0)
     assert "| torchft | 1.2 | failed: rank 0: OSError: a / b |" in part
 
 
