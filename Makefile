@@ -60,7 +60,7 @@
 #   make thresholds          the sizes at which collectives in shared memory change their way
 #
 # Beside torch, Accelerate, DeepSpeed and torchft (docs/beside-others.md), in an environment of its own;
-# what cannot be installed is left out. A quarter of an hour on an idle machine with two cores:
+# what cannot be installed is left out. Six minutes on two idle cores, and some for the installation:
 #
 #   make beside              all_reduce and training steps; ARGS=--write rewrites the page's numbers
 #
