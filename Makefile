@@ -64,6 +64,11 @@
 #   make pipeline-bubble     how long the ranks of a pipeline wait, in every schedule
 #   make thresholds          the sizes at which collectives in shared memory change their way
 #
+# Beside torch, Accelerate, DeepSpeed and torchft (docs/beside-others.md), in an environment of its own;
+# what cannot be installed is left out. Six minutes on two idle cores, and some for the installation:
+#
+#   make beside              all_reduce and training steps; ARGS=--write rewrites the page's numbers
+#
 # Before a change lands, and to see what it changes:
 #
 #   make gate      the working tree's times beside those of the commit BASE; fails where one is
@@ -84,6 +89,7 @@ PYTHON ?= python3
 VENV ?= .venv
 NEXT_VENV ?= .venv-torch-next
 CLIENTS_VENV ?= .venv-clients
+BESIDE_VENV ?= .venv-beside
 TORCH ?= torch
 RANKS ?= 2
 WORKERS ?= 3
@@ -95,10 +101,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.ready-docs
 CLIENTS_READY := $(CLIENTS_VENV)/.ready
+BESIDE_READY := $(BESIDE_VENV)/.ready
+OTHERS ?= accelerate deepspeed torchft hivemind
 DEBIAN := slurmctld slurmd slurm-client chromium
 
 .PHONY: demo test test-quick test-torch-next test-clients recipes lint docs format bench stress exact blame torch-blame bad-days fuzz flood attack \
-	wide two-hosts links kill-saves notices combinations fence mutants agreement torch device loss-against-bytes slow-link pipeline-bubble thresholds gate \
+	wide two-hosts links kill-saves notices combinations fence mutants agreement torch device loss-against-bytes slow-link pipeline-bubble thresholds beside gate \
 	main-path clean
 
 demo: $(READY)
@@ -217,6 +225,9 @@ pipeline-bubble: $(READY)
 thresholds: $(READY)
 	$(BIN)/python benchmarks/shm_thresholds.py $(ARGS)
 
+beside: $(BESIDE_READY)
+	$(BESIDE_VENV)/bin/python benchmarks/beside_others.py $(ARGS)
+
 gate: $(READY)
 	$(BIN)/python benchmarks/gate.py --base $(BASE) $(ARGS)
 
@@ -244,10 +255,21 @@ $(CLIENTS_READY): pyproject.toml constraints.txt
 			|| echo "without $(DEBIAN): the tests that need them are skipped"; fi
 	touch $@
 
+$(BESIDE_READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(BESIDE_VENV)
+	$(BESIDE_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-compile \
+		"$$(grep '^torch==' constraints.txt)"
+	$(BESIDE_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-compile \
+		--constraint constraints.txt --editable .
+	for other in $(OTHERS); do \
+		$(BESIDE_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-compile \
+			--constraint constraints.txt $$other || echo "without $$other"; done
+	touch $@
+
 $(DOCS_READY): $(READY)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet \
 		--constraint constraints.txt --editable '.[docs]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(NEXT_VENV) $(CLIENTS_VENV) build site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEXT_VENV) $(CLIENTS_VENV) $(BESIDE_VENV) build site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
