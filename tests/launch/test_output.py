@@ -15,8 +15,17 @@ from contextlib import contextmanager
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
+from rich.live import Live
 
-from phalanx.launch.output import LONGEST_LINE, LiveRankLines, RankLines, RankPipes, Stream
+from phalanx.launch.output import (
+    LONGEST_LINE,
+    LiveRankLines,
+    RankLines,
+    RankPipes,
+    Stream,
+    shown_as_in_a_terminal,
+)
 
 
 class Shown:
@@ -177,6 +186,96 @@ def test_a_bar_below_another_is_no_line_for_each_of_its_moves() -> None:
     lines.write(0, b"\router 100%\n")
     lines.finish()
     assert screen(stream.getvalue()) == ["[rank 0] outer 0%", "[rank 0] outer 100%", ""]
+
+
+class RankFile(io.StringIO):
+    """What rank 0 writes to, piece by piece, and the last line of the screen after each."""
+
+    def __init__(self, lines: LiveRankLines, stream: io.StringIO) -> None:
+        super().__init__()
+        self.lines, self.stream = lines, stream
+        self.last: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.lines.write(0, text.encode())
+        self.last.append(screen(self.stream.getvalue())[-1])
+        return len(text)
+
+
+@contextmanager
+def richs_display() -> Iterator[tuple[Live, RankFile, io.StringIO]]:
+    """A display of rich that rank 0 writes, and the screen."""
+    stream = io.StringIO()
+    lines = LiveRankLines(Stream(stream))
+    file = RankFile(lines, stream)
+    console = Console(file=file, force_terminal=True, width=40, color_system=None, _environ={})
+    with Live("bar 0%", console=console, auto_refresh=False) as display:
+        yield display, file, stream
+    lines.finish()
+
+
+def test_a_bar_of_rich_moves_below_the_lines_that_it_prints() -> None:
+    with richs_display() as (display, file, stream):
+        display.update("bar 50%", refresh=True)
+        assert file.last[-1].rstrip() == "[rank 0] bar 50%"
+        display.console.print("a line")
+        assert file.last[-1].rstrip() == "[rank 0] bar 50%"
+        display.update("bar 100%", refresh=True)
+    shown = [line.rstrip() for line in screen(stream.getvalue())]
+    assert shown == ["[rank 0] a line", "[rank 0] bar 100%", ""]
+
+
+def test_several_bars_of_rich_share_a_line_until_they_end() -> None:
+    """Which they are is known as soon as they have moved once."""
+    with richs_display() as (display, file, stream):
+        display.update("outer 0%\ninner 0%", refresh=True)
+        for percent in range(1, 100):
+            display.update(f"outer {percent}%\ninner {percent}%", refresh=True)
+            assert file.last[-1].split() == f"[rank 0] outer {percent}% inner {percent}%".split()
+            if percent == 50:
+                display.console.print("a line")
+        display.update("outer 100%\ninner 100%", refresh=True)
+    shown = [line.rstrip() for line in screen(stream.getvalue())]
+    assert shown == [
+        "[rank 0] outer 0%",  # written before
+        "[rank 0] a line",
+        "[rank 0] outer 100%",
+        "[rank 0] inner 100%",
+        "",
+    ]
+
+
+def test_a_display_whose_rank_dies_is_shown_as_it_was() -> None:
+    stream = io.StringIO()
+    lines = LiveRankLines(Stream(stream))
+    for percent in (1, 2, 3):
+        lines.write(0, b"\r\x1b[2K\x1b[1A\x1b[2Kouter %d%%\ninner %d%%" % (percent, percent))
+    lines.finish()
+    assert screen(stream.getvalue()) == ["[rank 0] outer 3%", "[rank 0] inner 3%", ""]
+
+
+@pytest.mark.parametrize("cut", range(1, 40, 3))
+def test_pieces_of_a_display_may_end_anywhere(cut: int) -> None:
+    written = b"".join(
+        b"\r\x1b[2K\x1b[1A\x1b[2Kouter %d%%\ninner %d%%" % (number, number) for number in range(3)
+    )
+    stream = io.StringIO()
+    lines = LiveRankLines(Stream(stream))
+    for at in range(0, len(written), cut):
+        lines.write(0, written[at : at + cut])
+    lines.write(0, b"\n")
+    lines.finish()
+    shown = [line for line in screen(stream.getvalue()) if line]
+    assert shown[-2:] == ["[rank 0] outer 2%", "[rank 0] inner 2%"]
+
+
+def test_ranks_know_a_terminal_and_its_width_if_it_shows_all_that_they_write() -> None:
+    with terminal(columns=70) as shown:
+        assert shown_as_in_a_terminal(shown.end, shown.end) == {
+            "TTY_COMPATIBLE": "1",
+            "COLUMNS": "59",
+        }
+        assert shown_as_in_a_terminal(shown.end, Shown().descriptor) == {}
 
 
 def test_a_stream_that_takes_no_more_is_no_error() -> None:

@@ -167,7 +167,9 @@ class LiveRankLines:
         -> "[rank 0]  10%"    "\r[rank 1] hello\n" "[rank 0]  10%"    "\r[rank 0]  20%\n"
 
     It is the last line of the screen while it changes; of several ranks' the last that changed.
-    Bars below another (tqdm's `position=1`, which goes down and up again) take turns there.
+    Bars below another (tqdm's `position=1`, which goes down and up again) take turns there. The
+    lines of a display that is erased and written again (rich's) stand there side by side; its
+    first state was written as lines before that was known.
     """
 
     def __init__(self, screen: Screen, last: dict[int, bytes] | None = None) -> None:
@@ -177,17 +179,28 @@ class LiveRankLines:
             lambda: codecs.getincrementaldecoder("utf-8")(screen.errors)
         )
         self._begun: dict[int, str] = {}
+        self._heights: dict[int, int] = {}  # of displays of several lines
 
     def write(self, rank: int, data: bytes) -> None:
         """Take a piece of the output of `rank`."""
         screen, me = self._screen, (self, rank)
         text = self._begun.pop(rank, "") + self._decoders[rank].decode(data)
-        *lines, rest = _MOVES.sub("", text).split("\n")
-        if len(rest) >= LONGEST_LINE:
-            lines, rest = [*lines, rest], ""
+        text, height = _without_erased(_MOVES.sub("", text), self._heights.pop(rank, 1))
+        display = ""
+        if height > 1 and not text.endswith("\n"):  # its end is not known before it is erased
+            self._heights[rank] = height
+            at = text.rindex("\r")
+            text, display = text[:at], text[at:]
+        *lines, rest = text.split("\n")
+        if len(rest) + len(display) >= LONGEST_LINE:
+            lines, rest, display = [*lines, *(rest + display).split("\n")], "", ""
         lines = [_seen(line) for line in lines]
         prefix, live = f"[rank {rank}] ", "" if screen.owner == me else screen.live
-        if "\r" in rest:
+        if display:
+            rest = rest + display
+            parts = [_seen(line).strip() for line in display.split("\n")[-height:]]
+            live, screen.owner = prefix + "  ".join(parts), me
+        elif "\r" in rest:
             seen = _seen(rest)
             rest = f"\r{seen}\r" if rest.endswith("\r") else f"\r{seen}"
             if seen.strip():
@@ -207,6 +220,7 @@ class LiveRankLines:
 
 _UP = "\x1b[A"  # moves a terminal's cursor one line up
 _MOVES = re.compile(r"\x1b\[A\n|\x1b\[\?25[hl]")  # up and down again; and hide or show the cursor
+_ERASED = re.compile(r"\r?\x1b\[2K((?:\x1b\[1A\x1b\[2K)*)")  # this line, and so many above it
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _COLUMNS = 80  # of a terminal that does not say
 
@@ -214,6 +228,34 @@ _COLUMNS = 80  # of a terminal that does not say
 def _seen(line: str) -> str:
     """Return the text that a terminal shows after all of `line` is written."""
     return line.rstrip("\r").rpartition("\r")[2]
+
+
+def _without_erased(text: str, height: int) -> tuple[str, int]:
+    """Return text without the lines that it erases, and how many it has erased last.
+
+    height   how many that were before it
+    """
+    text, *more = _ERASED.split(text)
+    for above, after in zip(more[::2], more[1::2], strict=True):
+        height = 1 + above.count("\x1b[1A")
+        lines, newline, last = after.rpartition("\n") if height == 1 else ("", "", after)
+        changes = "" if newline and not last else "\r"  # whether it is a line that does
+        text = "\n".join([*text.split("\n")[:-height], f"{lines}{newline}{changes}{last}"])
+    return text, height
+
+
+def shown_as_in_a_terminal(out: int, err: int) -> dict[str, str]:
+    """Return the variables by which ranks know that a terminal shows their output, and its width.
+
+    Rich reads them ("Environment variables" in its documents): then its bars move.
+    """
+    if not (os.isatty(out) and os.isatty(err)):
+        return {}
+    try:
+        columns = os.get_terminal_size(out).columns or _COLUMNS
+    except OSError:
+        columns = _COLUMNS
+    return {"TTY_COMPATIBLE": "1", "COLUMNS": str(max(20, columns - len("[rank 000] ")))}
 
 
 class RankPipes:

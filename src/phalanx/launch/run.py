@@ -35,7 +35,7 @@ from phalanx.launch.binding import Processors, bind, threads_per_rank
 from phalanx.launch.environment import STORE_VARIABLE
 from phalanx.launch.nodes import NodeExit, Nodes
 from phalanx.launch.observer import Observer, observer
-from phalanx.launch.output import RankPipes
+from phalanx.launch.output import RankPipes, shown_as_in_a_terminal
 from phalanx.launch.reaper import GRACE, Reaper
 from phalanx.launch.report import AGAIN, RankExit, print_failure, print_restart, root_cause
 from phalanx.launch.signals import Signals, announce_end
@@ -338,6 +338,7 @@ class _Launch:
         environ = {
             "OMP_NUM_THREADS": str(self._threads()),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+            **shown_as_in_a_terminal(sys.stdout.fileno(), sys.stderr.fileno()),
             **os.environ,
             "WORLD_SIZE": str(world_size),
             "ROLE_WORLD_SIZE": str(world_size),
