@@ -105,6 +105,7 @@ _WHERE = {
     "phalanx.training": "BatchSampler Notice Scalars distributed_train_step mean train_epoch",
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names.split()}
+_PACKAGES = frozenset(module.split(".")[1] for module in _WHERE)
 
 __all__ = sorted(_MODULE_OF)  # noqa: PLE0605 - each is spelled out above
 
@@ -112,7 +113,7 @@ __all__ = sorted(_MODULE_OF)  # noqa: PLE0605 - each is spelled out above
 if not TYPE_CHECKING:  # or a type checker would let any name pass
 
     def __getattr__(name: str) -> Any:
-        if name in {module.split(".")[1] for module in _WHERE}:  # phalanx.tensor, ...
+        if name in _PACKAGES:  # phalanx.tensor, ...
             return importlib.import_module(f"{__name__}.{name}")
         if name not in _MODULE_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -123,8 +124,7 @@ if not TYPE_CHECKING:  # or a type checker would let any name pass
 
 def __dir__() -> list[str]:
     """Return the public names, the packages that have them and more, and Python's own."""
-    packages = {module.split(".")[1] for module in _WHERE}
-    return sorted({*__all__, *packages, *(name for name in globals() if name.startswith("__"))})
+    return sorted({*__all__, *_PACKAGES, *(name for name in globals() if name.startswith("__"))})
 
 
 def _register_with_torch() -> None:

@@ -149,10 +149,7 @@ class Terminal(Screen):
 
     @override
     def fitting(self, line: str) -> str:
-        try:
-            columns = os.get_terminal_size(self._descriptor).columns or _COLUMNS
-        except OSError:  # it has gone away
-            columns = _COLUMNS
+        columns = _columns_of(self._descriptor)
         return line if len(line) < columns else _COLOURS.sub("", line)[: columns - 1]
 
     @override
@@ -225,6 +222,13 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _COLUMNS = 80  # of a terminal that does not say
 
 
+def _columns_of(terminal: int) -> int:
+    try:
+        return os.get_terminal_size(terminal).columns or _COLUMNS
+    except OSError:  # it has gone away
+        return _COLUMNS
+
+
 def _seen(line: str) -> str:
     """Return the text that a terminal shows after all of `line` is written."""
     return line.rstrip("\r").rpartition("\r")[2]
@@ -251,11 +255,7 @@ def shown_as_in_a_terminal(out: int, err: int) -> dict[str, str]:
     """
     if not (os.isatty(out) and os.isatty(err)):
         return {}
-    try:
-        columns = os.get_terminal_size(out).columns or _COLUMNS
-    except OSError:
-        columns = _COLUMNS
-    return {"TTY_COMPATIBLE": "1", "COLUMNS": str(max(20, columns - len("[rank 000] ")))}
+    return {"TTY_COMPATIBLE": "1", "COLUMNS": str(max(20, _columns_of(out) - len("[rank 000] ")))}
 
 
 class RankPipes:

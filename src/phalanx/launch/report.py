@@ -323,10 +323,10 @@ def _leave_out_own(
     elif not all(own) and (on_purpose or not own[-1]):
         others = [frame for frame, ours in zip(told.stack, own, strict=True) if not ours]
         told.stack = traceback.StackSummary.from_list(others)
+    explained = isinstance(error, DistributedError)
     before = (told.__cause__, error.__cause__), (told.__context__, error.__context__)
     for told_before, error_before in before:
         if told_before is not None and error_before is not None:
-            explained = isinstance(error, DistributedError)
             _leave_out_own(told_before, error_before, explained=explained)
 
 
