@@ -51,7 +51,7 @@ BUDGETS = {  # of each package: lines, files
     ".": (938, 7),  # the package's own files
     "aggregation": (1_817, 7),
     "checkpoint": (3_597, 14),
-    "cli": (1_100, 6),
+    "cli": (1_109, 6),
     "collectives": (5_225, 24),
     "compression": (1_770, 7),
     "core": (5_510, 21),
@@ -59,7 +59,7 @@ BUDGETS = {  # of each package: lines, files
     "launch": (4_301, 21),
     "native": (2_305, 8),
     "ops": (730, 3),  # without its packages
-    "ops.bench": (2_085, 7),
+    "ops.bench": (2_336, 8),
     "ops.clusters": (870, 5),
     "ops.interop": (925, 4),
     "ops.observe": (3_973, 19),

@@ -6,9 +6,6 @@ what the C library keeps in reserve.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from given_back import give_back
@@ -16,10 +13,7 @@ from ranks import beside, run_ranks
 from torch import nn
 
 from phalanx import FSDP, Backend, ShardingStrategy, SharedMemoryBackend, TcpBackend
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from fsdp_peaks import Meter, gives_back, lacks_peaks
+from phalanx.ops.bench.peaks import Meter, gives_back, lacks_peaks
 
 LAYERS, WIDTH = 16, 1024
 GROUP = WIDTH * WIDTH * 4

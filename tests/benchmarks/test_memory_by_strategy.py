@@ -1,7 +1,7 @@
 """The formulas of docs/choose.md for the memory of a rank, beside what the kernel counts.
 
 A model of blocks with a head that is in no unit is trained with each strategy, in processes that
-give freed memory back at once. It is measured as by `benchmarks/fsdp_peaks.py`.
+give freed memory back at once. It is measured as by `phalanx bench fsdp --peaks`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx import Backend, ShardingStrategy, SharedMemoryBackend, TcpBackend
+from phalanx.ops.bench.peaks import Meter, gives_back, lacks_peaks
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
-from fsdp_peaks import Meter, gives_back, lacks_peaks
 from memory import FORMULAS, Job, peak
 
 BLOCKS, WIDTH = 5, 512

@@ -77,6 +77,14 @@ BackToBack = Annotated[
         "run ahead, the mean of a few calls hides the waits of the others.",
     ),
 ]
+Peaks = Annotated[
+    bool,
+    typer.Option(
+        "--peaks",
+        help="Of training steps: also the peak of a rank's memory, in fresh processes for each "
+        "library; and the peak where the C library gives freed memory back at once.",
+    ),
+]
 TuningFile = Annotated[
     Path | None,
     typer.Option(
@@ -110,6 +118,7 @@ def bench_command(
     threads: Annotated[int, typer.Option(help="Threads of torch in each rank.")] = 1,
     beside: Beside = 0,
     back_to_back: BackToBack = False,
+    peaks: Peaks = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there.")
     ] = None,
@@ -138,7 +147,7 @@ def bench_command(
 
         phalanx bench all_reduce --backends tcp --algorithms all
 
-        phalanx bench fsdp --backends shm,tcp,gloo
+        phalanx bench fsdp --backends shm,tcp,gloo --peaks
 
         phalanx bench --tune tuning.json --ranks 2,4
 

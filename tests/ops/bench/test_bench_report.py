@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from phalanx.cli.app import app
 from phalanx.collectives.tuning import read_tuning
 from phalanx.errors import MisuseError
+from phalanx.ops.bench.peaks import Peak
 from phalanx.ops.bench.report import BenchReport, as_json, as_tuning, legend, notes, tables
 from phalanx.ops.bench.request import (
     BackendInfo,
@@ -26,6 +27,7 @@ from phalanx.ops.bench.request import (
 )
 
 US = 1e-6
+MIB = 1 << 20
 
 
 def line(entry: Entry, *us: float, size: int = 1 << 20, **changes: object) -> ResultLine:
@@ -102,6 +104,21 @@ def test_the_time_of_an_optimizer_has_a_column_where_it_was_taken() -> None:
     made = report(line(Entry("tcp", algorithm="sharded"), 100, **step))  # type: ignore[arg-type]
     assert row_of(made, "tcp sharded")[5] == "5.0"
     assert json.loads(as_json(made))["lines"][0]["optimizer_us"] == pytest.approx(5)
+
+
+def test_peaks_of_memory_have_columns_where_they_were_measured() -> None:
+    step = {"operation": "fsdp", "size": 0}
+    peak = Peak(building=[20 * MIB] * 2, training=[100 * MIB, 110 * MIB], shared=[32 * MIB] * 2)
+    tcp = line(TCP, 100, peaks={"peak": peak}, **step)  # type: ignore[arg-type]
+    held = msgspec.structs.replace(peak, training=[60 * MIB, 50 * MIB])
+    made = report(tcp, line(GLOO, 120, peaks={"peak": peak, "held": held}, **step))  # type: ignore[arg-type]
+    assert row_of(made, "tcp")[-3:] == ["110.0", "", "0"]
+    assert row_of(made, "gloo")[-3:] == ["110.0", "60.0", "0"]
+    explained = [text[:10].strip() for text in legend(tables(made))]
+    assert explained[-3:] == ["peak MiB", "given back", "wrong"]
+    first, second = json.loads(as_json(made))["lines"]
+    assert "held_bytes" not in first
+    assert second["held_bytes"] == msgspec.structs.asdict(held)
 
 
 def test_ways_to_train_are_no_algorithms_that_auto_picks_from() -> None:

@@ -90,6 +90,7 @@ def test_unusual_circumstances_are_said_in_titles() -> None:
         ({"threads": 0}, "--threads 0"),
         ({"width": -1}, "--width -1"),
         ({"beside": -1}, "--beside -1"),
+        ({"peaks": True}, "--peaks is for training steps, ddp and fsdp, and not for all_reduce"),
     ],
 )
 def test_a_word_that_means_nothing_is_named_with_those_that_do(
@@ -99,6 +100,22 @@ def test_a_word_that_means_nothing_is_named_with_those_that_do(
     given |= options
     with pytest.raises(MisuseError, match=words):
         make_request(given.pop("operations"), **given)  # type: ignore[arg-type]
+
+
+def test_peaks_are_refused_where_they_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def request_peaks() -> None:
+        assert make_request(["ddp", "fsdp"], backends="tcp", sizes="8", peaks=True).peaks
+
+    monkeypatch.setattr("phalanx.ops.bench.request.lacks_peaks", lambda: "no Linux")
+    with pytest.raises(MisuseError, match="--peaks: no Linux"):
+        request_peaks()
+    monkeypatch.setattr("phalanx.ops.bench.request.lacks_peaks", lambda: "")
+    request_peaks()
+    job = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(MisuseError, match="without a launcher"):
+        request_peaks()
 
 
 def test_tuning_times_every_algorithm_of_every_collective_on_phalanx_alone() -> None:

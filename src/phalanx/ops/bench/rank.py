@@ -38,6 +38,7 @@ from phalanx.ops.bench.operations import (
     longest_stretch,
     values_of,
 )
+from phalanx.ops.bench.peaks import measure_peak
 from phalanx.ops.bench.peers import MACHINE, PEERS, Peer, PeerTable, Phalanx, RankContext
 from phalanx.ops.bench.request import (
     BackendInfo,
@@ -86,8 +87,9 @@ def run_rank(request: BenchRequest, peers: PeerTable, hear: Tell) -> None:
             busy_processes(0 if local_rank else request.beside),
             _make_peers(request, peers, context, tell) as made,
         ):
+            measure = _measure_peaks if request.peaks else _sweep
             for name in request.operations:
-                _sweep(request, OPERATIONS[name], made, context, tell)
+                measure(request, OPERATIONS[name], made, context, tell)
         backend.barrier()
 
 
@@ -194,6 +196,24 @@ def _sweep(
                 optimizer=call.optimizer,
             )
             tell(line)
+
+
+def _measure_peaks(
+    request: BenchRequest,
+    operation: BenchOperation,
+    peers: Mapping[str, Peer],
+    context: RankContext,
+    tell: Tell,
+) -> None:
+    """Measure each peer's peak of memory: of one, if it is to have the processes for itself."""
+    ranks = context.backend.world_size
+    for (name, peer), algorithm in itertools.product(peers.items(), request.algorithms):
+        tell(f"{operation.name}, {ranks} ranks: memory of {Entry(name, algorithm=algorithm)}")
+        peak = measure_peak(peer, context, operation, algorithm)
+        if isinstance(peak, str):
+            tell(LeftOut(name, ranks, peak, f"the peaks of {operation.name}"))
+        else:
+            tell(peak)
 
 
 def _entries(

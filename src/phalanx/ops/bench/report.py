@@ -13,6 +13,7 @@ from rich.table import Table
 from phalanx.collectives.schedules import COLLECTIVES
 from phalanx.collectives.tuning import FORMAT, Tuning, TuningTable
 from phalanx.ops.bench.operations import OPERATIONS, task_of
+from phalanx.ops.bench.peaks import Peak
 from phalanx.ops.bench.peers import MACHINE, PEERS, PeerTable
 from phalanx.ops.bench.request import (
     BackendInfo,
@@ -106,6 +107,7 @@ def _figures(report: BenchReport, line: ResultLine) -> dict[str, Any]:
         f"of_{_ALONE}": line.times(alone) if alone else None,
         f"times_{report.request.baseline}": base.times(line) if base else None,
         "optimizer_us": None if line.optimizer is None else line.optimizer * 1e6,
+        **{f"{name}_bytes": msgspec.structs.asdict(peak) for name, peak in line.peaks.items()},
         "wrong": line.wrong,
         "rounds_us": [seconds * 1e6 for seconds in line.seconds],
     }
@@ -131,8 +133,13 @@ def _table(report: BenchReport, operation: str, ranks: int, lines: list[ResultLi
         rates = {f"of {_ALONE}": f"of_{_ALONE}"}
     table = Table(title=title, title_justify="left")
     inside = ["optimizer"] if any(line.optimizer is not None for line in lines) else []
-    names = ("bytes", "", "us", "lowest", "quartiles", *inside, *rates, f"x {baseline}", "wrong")
-    for name in names:
+    memory = {
+        name: way
+        for name, way in (("peak MiB", "peak"), ("given back", "held"))
+        if any(way in line.peaks for line in lines)
+    }
+    names = ("bytes", "", "us", "lowest", "quartiles", *inside, *rates, f"x {baseline}", *memory)
+    for name in (*names, "wrong"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     digits = 2 if row.training else 3
     for size, group in itertools.groupby(lines, lambda line: line.bytes):
@@ -150,6 +157,7 @@ def _table(report: BenchReport, operation: str, ranks: int, lines: list[ResultLi
                 *(_us(figures[f"{name}_us"]) for name in inside),
                 *(_ratio(figures[name], digits) if moved else "" for name in rates.values()),
                 "" if is_base or is_machine else _ratio(figures[f"times_{baseline}"]),
+                *(_mib(line.peaks.get(way)) for way in memory.values()),
                 _wrong(line.wrong),
                 style="dim" if is_machine else "",
             )
@@ -164,6 +172,8 @@ _COLUMNS = {
     "alg GB/s": "bytes divided by the time",
     "bus GB/s": "what each rank's link had to carry in that time",
     f"of {_ALONE}": "the time, divided by that of the same step without communication",
+    "peak MiB": "the most memory that a rank had in steps, beyond what it had before the model",
+    "given back": "the same, where the C library gives freed memory back at once",
     "wrong": "elements that were not what they had to be, in all rounds",
 }
 
@@ -179,6 +189,10 @@ def legend(shown: Iterable[Table]) -> Iterator[str]:
 
 def _ratio(value: float | None, digits: int = 2) -> str:
     return "" if value is None else f"{value:.{digits}f}"
+
+
+def _mib(peak: Peak | None) -> str:
+    return "" if peak is None else f"{max(peak.training) / (1 << 20):,.1f}"
 
 
 def _wrong(count: int | None) -> str:

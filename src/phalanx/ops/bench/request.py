@@ -5,6 +5,7 @@ A request is made from the words of a command line, and checked before anything 
 
 from __future__ import annotations
 
+import os
 import re
 import statistics
 from collections.abc import Iterable, Sequence
@@ -14,7 +15,16 @@ import msgspec
 
 from phalanx.collectives.schedules import COLLECTIVES
 from phalanx.errors import InvalidWorldSizeError, MisuseError
-from phalanx.ops.bench.operations import EXPANDED, MEMORY_KINDS, OPERATIONS, OPTIMIZERS, STEPS
+from phalanx.launch.environment import read_environment
+from phalanx.ops.bench.operations import (
+    EXPANDED,
+    MEMORY_KINDS,
+    OPERATIONS,
+    OPTIMIZERS,
+    STEPS,
+    TASKS,
+)
+from phalanx.ops.bench.peaks import Peak, lacks_peaks
 from phalanx.ops.bench.peers import MACHINE, PEERS, PeerTable
 
 _SCHEDULES = [name for rows in COLLECTIVES.values() for name in rows]
@@ -34,6 +44,7 @@ class BenchRequest(msgspec.Struct, frozen=True, kw_only=True):
     optimizer   of a trained model: a name of `OPTIMIZERS`
     beside      busy processes on each host, beside the ranks
     back_to_back  a round's figure is the median call of at least `MANY_CALLS`, not their mean
+    peaks       also the peaks of memory. Ranks that are asked for these take no times
     """
 
     operations: tuple[str, ...]
@@ -50,6 +61,7 @@ class BenchRequest(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: str = "sgd"
     beside: int = 0
     back_to_back: bool = False
+    peaks: bool = False
 
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.threads < 1 or not 0 < self.seconds < 60:
@@ -116,6 +128,8 @@ def make_request(
     )
     _check("backend", [made.baseline], peers)
     _check("optimizer", [made.optimizer], OPTIMIZERS)
+    if made.peaks:
+        _check_peaks(made)
     return made
 
 
@@ -143,6 +157,20 @@ def _check(what: str, words: list[str], known: Iterable[str]) -> list[str]:
         if word not in names:
             raise MisuseError(f"there is no {what} {word!r}; there are: {', '.join(names)}")
     return words
+
+
+def _check_peaks(request: BenchRequest) -> None:
+    """Refuse peaks of memory where they cannot be measured."""
+    others = [name for name in request.operations if name not in TASKS]
+    if others:
+        of = " and ".join(TASKS)
+        raise MisuseError(f"--peaks is for training steps, {of}, and not for {', '.join(others)}")
+    if read_environment(os.environ) is not None:
+        raise MisuseError(
+            "--peaks starts processes of its own for each library: run it without a launcher"
+        )
+    if reason := lacks_peaks():
+        raise MisuseError(f"--peaks: {reason}")
 
 
 # ------------------------------------------------------------------------------
@@ -215,6 +243,7 @@ class ResultLine(msgspec.Struct, kw_only=True, tag="line"):
              back to back, its median call
     bus      the factor of the bus bandwidth
     optimizer  seconds of a training step that the optimizer took by itself, on the slowest rank
+    peaks    of memory, by names of `peaks.environments()`
     wrong    number of wrong elements, on all ranks and in all rounds; None: its
     results have no meaning
     """
@@ -228,6 +257,7 @@ class ResultLine(msgspec.Struct, kw_only=True, tag="line"):
     bus: float
     wrong: int | None = 0
     optimizer: float | None = None
+    peaks: dict[str, Peak] = {}
 
     @property
     def median(self) -> float:
@@ -273,4 +303,4 @@ class BackendInfo(msgspec.Struct, tag="backend", frozen=True):
     hosts: tuple[int, ...]
 
 
-Message = ResultLine | LeftOut | BackendInfo | str
+Message = ResultLine | LeftOut | BackendInfo | Peak | str

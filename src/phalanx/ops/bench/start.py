@@ -12,9 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -30,10 +31,11 @@ from phalanx.launch.reaper import GRACE, Reaper
 from phalanx.launch.report import root_cause
 from phalanx.launch.store import StoreServer, listen_for_store
 from phalanx.launch.supervisor import Supervisor
+from phalanx.ops.bench.peaks import Peak, environments
 from phalanx.ops.bench.peers import PEERS, PeerTable
 from phalanx.ops.bench.rank import FOUND, REQUEST, run_rank
 from phalanx.ops.bench.report import BenchReport
-from phalanx.ops.bench.request import BenchRequest, Message
+from phalanx.ops.bench.request import BackendInfo, BenchRequest, Message, ResultLine
 from phalanx.ops.machine import describe_machine
 from phalanx.wire.control import learned
 
@@ -63,10 +65,29 @@ def run_bench(report: BenchReport, show: Callable[[str], None]) -> bool:
     if world is not None:
         run_rank(report.request, report.peers, hear)
         return world.rank == 0
+    timed = msgspec.structs.replace(report.request, peaks=False)
     for ranks in report.ranks:
-        for message in run_ranks(report.request, ranks, report.peers):
+        for message in run_ranks(timed, ranks, report.peers):
             hear(message)
+    for line in report.lines if report.request.peaks else ():
+        _measure_peaks(line, report, hear)
     return True
+
+
+def _measure_peaks(line: ResultLine, report: BenchReport, hear: Callable[[Message], None]) -> None:
+    """Add the peaks of memory to a line, each from ranks that do nothing else."""
+    request = msgspec.structs.replace(
+        report.request,
+        operations=(line.operation,),
+        backends=(line.entry.peer,),
+        algorithms=(line.entry.algorithm,),
+    )
+    for name, environ in environments().items():
+        for message in run_ranks(request, line.ranks, report.peers, environ):
+            if isinstance(message, Peak):
+                line.peaks[name] = message
+            elif not isinstance(message, BackendInfo):  # which is known
+                hear(message)
 
 
 # ------------------------------------------------------------------------------
@@ -84,8 +105,15 @@ _EXECUTE = (
 """What Python runs as a process of the supervisor's, to become a rank."""
 
 
-def run_ranks(request: BenchRequest, ranks: int, peers: PeerTable = PEERS) -> Iterator[Message]:
+def run_ranks(
+    request: BenchRequest,
+    ranks: int,
+    peers: PeerTable = PEERS,
+    environ: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Message]:
     """Run `request` on `ranks` ranks of this host; yield rank 0's messages as they come.
+
+    `environ` is added to the environment of the ranks.
 
     The ranks end with the iteration. Raises `PeerLostError` with the last lines of its output if a
     rank fails, `DistributedError` after ten minutes of silence.
@@ -125,7 +153,7 @@ def run_ranks(request: BenchRequest, ranks: int, peers: PeerTable = PEERS) -> It
                     rank,
                     _EXECUTE,
                     program,
-                    environ=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    environ={**shared, **environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     options=("-I", "-S"),
                     stdin=subprocess.DEVNULL,
                 )

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from fsdp_peaks import GIVES_BACK
+from phalanx.ops.bench.peaks import GIVES_BACK
 
 M_MMAP_THRESHOLD = -3  # of mallopt(3): what the variable of `GIVES_BACK` sets at the start
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import mmap
 import os
@@ -14,38 +13,27 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
-from given_back import give_back
-from processes import fork_server
-from ranks import run_ranks
-from rich.console import Console
-from rich.table import Table
+from processes import fork_server, run_job, run_python
 from torch import nn
 
 import phalanx
-from phalanx import Backend, SharedMemoryBackend
-from phalanx.ops.bench.operations import PreparedCall, TrainedModel, TrainingTask, task_of
+from phalanx import Backend
+from phalanx.ops.bench.operations import OPERATIONS, PreparedCall, TrainedModel, task_of
+from phalanx.ops.bench.peaks import GIVES_BACK, Meter, Peak, gives_back, lacks_peaks, measure_peak
 from phalanx.ops.bench.peers import Alone, Call, RankContext
+from phalanx.ops.bench.rank import FOUND, REQUEST
+from phalanx.ops.bench.request import make_request
+from phalanx.wire.control import learned
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-from fsdp_peaks import (
-    GIVES_BACK,
-    Meter,
-    Peak,
-    as_json,
-    benchmark_rank,
-    gives_back,
-    lacks_peaks,
-    measure,
-    measure_peak,
-    model_bytes,
-    tables,
-    theory,
-)
+from memory import Job
+from memory import peak as formula_of_memory
 
-BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+FSDP = OPERATIONS["fsdp"]
 MIB = 1 << 20
 SLACK = 4 * MIB  # pages of code that are first used, and the kernel's own rounding
 
@@ -127,7 +115,7 @@ def test_what_processes_share_is_counted_once_divided_among_them() -> None:
 
 
 FREEING = """
-from fsdp_peaks import Meter
+from phalanx.ops.bench.peaks import Meter
 meter = Meter()
 for size in (30, 20, 12, 30):  # each fits into what the one before it has left
     b"x" * (size << 20)
@@ -140,7 +128,7 @@ print(meter.peak())
 def test_in_that_environment_freed_memory_is_given_back() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", FREEING],
-        env={**os.environ, **GIVES_BACK, "PYTHONPATH": BENCHMARKS},
+        env={**os.environ, **GIVES_BACK},
         capture_output=True,
         text=True,
         check=True,
@@ -167,27 +155,23 @@ class Greedy(Alone):
         return greedy
 
 
-TOLD_APART = 512  # the width of its layers
+WIDTH = 512  # of its layers
 
 
 def peaks_of_two_ranks() -> list[Peak | str]:
     """Two simulated ranks are one process: what one has counts for both."""
 
     def rank(backend: Backend) -> Peak | str:
-        context = RankContext(backend, "", 20.0, TOLD_APART)
-        return measure_peak(Greedy(context), context, 3)
+        context = RankContext(backend, "", 20.0, WIDTH)
+        return measure_peak(Greedy(context), context, FSDP)
 
     return list(phalanx.simulate(rank, 2))
 
 
-def test_the_bytes_of_a_model_are_those_of_its_parameters() -> None:
-    parameters = TrainingTask(8, 3, 2).make_model().parameters()
-    assert model_bytes(TrainingTask(8, 3, 2)) == sum(4 * each.numel() for each in parameters)
-
-
 def test_building_and_training_are_told_apart_and_every_rank_has_all_figures() -> None:
     """In a process of its own: here, other tests' memory may be given back meanwhile."""
-    model = model_bytes(task_of("fsdp", TOLD_APART))
+    parameters = task_of("fsdp", WIDTH).make_model().parameters()
+    model = sum(4 * each.numel() for each in parameters)
     with ProcessPoolExecutor(1, mp_context=fork_server()) as pool:
         first, second = pool.submit(peaks_of_two_ranks).result()
     assert first == second
@@ -211,91 +195,53 @@ def test_who_cannot_do_it_on_one_rank_is_left_out_on_all() -> None:
 
     def rank(backend: Backend) -> Peak | str:
         context = RankContext(backend, "", 20.0, 16)
-        return measure_peak(Refuses(context), context, 3)
+        return measure_peak(Refuses(context), context, FSDP)
 
     said = "rank 1: ValueError: not here"
     assert phalanx.simulate(rank, 2) == [said, said]
 
 
-def peak_with_freed_memory_given_back(backend: Backend) -> Peak | str:
-    give_back()
-    return benchmark_rank(backend, name="shm", width=512, steps=10)
+MODEL = task_of("fsdp", 1024)
+LAYER = 4 * MODEL.width * (MODEL.width + 1)
+JOB = Job(MODEL.depth * LAYER, m=4 * MODEL.width**2, u=LAYER, r=0, p=2, k=0)  # with SGD
 
 
-def test_the_peak_of_memory_is_that_of_a_sharded_model() -> None:
-    outcomes = run_ranks(peak_with_freed_memory_given_back, 2, kind=SharedMemoryBackend)
-    for how, peak in outcomes:
-        assert how == "returned", peak
-        model = model_bytes(task_of("fsdp", 512))
-        for training, shared in zip(peak.training, peak.shared, strict=True):
-            assert model / 2 < training < 6 * model
-            assert shared >= model / 2 - 65536
+def assert_near(formula: str, training: list[int]) -> None:
+    """The steps are those of docs/choose.md, if the C library keeps nothing that was freed."""
+    for measured in training:
+        ratio = measured / formula_of_memory(formula, JOB)
+        assert 0.75 < ratio < 1.25, f"{ratio:.2f} of {formula}"
 
 
-def test_each_library_is_measured_as_it_is_and_with_freed_memory_given_back() -> None:
-    found = [*measure(["alone"], 1, width=8, steps=1)]
-    assert [(peak.peer, peak.gives_back) for peak in found] == [
-        ("alone", given_back) for given_back in (False, True)[: 1 + gives_back()]
-    ]
-    assert all(len(peak.training) == 1 for peak in found)
-
-
-def peak(peer: str, *training: int, gives_back: bool = False, shared: int = 0) -> Peak:
-    return Peak(
-        peer=peer,
-        gives_back=gives_back,
-        building=[20 << 20 for _ in training],
-        training=[mib << 20 for mib in training],
-        shared=[shared << 20 for _ in training],
+@pytest.mark.skipif(not gives_back(), reason="needs the malloc of glibc")
+def test_the_peak_of_a_model_in_shared_memory_is_that_of_the_formula(tmp_path: Path) -> None:
+    request = make_request(
+        ["fsdp"], backends="shm", sizes="8", machine=False, width=MODEL.width, peaks=True
     )
+    (tmp_path / REQUEST).write_bytes(msgspec.json.encode(request))
+    script = tmp_path / "begin.py"
+    script.write_text("from given_back import give_back\ngive_back()\nPEERS = {}\n")
+    for rank in run_job(["-m", "phalanx.ops.bench.rank", str(tmp_path), str(script)], 2):
+        assert rank.returncode == 0, rank.stderr
+    *_, last = (tmp_path / FOUND).read_bytes().splitlines()
+    peak = msgspec.json.decode(last, type=learned(Peak))
+    assert_near("shared memory", peak.training)
+    assert min(peak.shared) > JOB.n / 2 - 65536
 
 
-PEAKS = [
-    peak("shm", 100, 110, shared=32),
-    *(peak(name, 60, gives_back=True) for name in ("shm", "gloo")),
-    peak("gloo", 220, 200),
-    peak("alone", 128),
-]
-
-
-def text_of_table(table: Table) -> str:
-    out = io.StringIO()
-    Console(file=out, width=120).print(table)
-    return "\n".join(row.rstrip() for row in out.getvalue().splitlines())
-
-
-def cells(text: str, name: str) -> list[str]:
-    """The cells of the row with this name."""
-    rows = [[cell.strip() for cell in row.strip("│").split("│")] for row in text.splitlines()]
-    return next(row for row in rows if row[0] == name)
-
-
-def test_a_peak_is_that_of_the_rank_with_most_beside_the_sum_and_what_is_shared() -> None:
-    plain, given_back = (text_of_table(table) for table in tables(PEAKS, 2))
-    assert "fsdp, 2 ranks: peak MiB of a rank\n" in plain
-    assert cells(plain, "shm") == ["shm", "20.0", "110.0", "210.0", "64.0", "2.00"]
-    assert cells(plain, "gloo") == ["gloo", "20.0", "220.0", "420.0", "0.0", ""]
-    assert cells(plain, "alone") == ["alone", "20.0", "128.0", "128.0", "0.0", ""]
-    assert "rank, freed memory given back\n" in given_back
-    assert cells(given_back, "shm")[-1] == "1.00"
-
-
-def test_the_plain_theory_of_what_is_shared_out_is_said_beside_peaks() -> None:
-    said, what = theory(task_of("fsdp", 0), 2, 10)
-    assert said == (
-        "parameters are 64.0 MiB, gradients as much; shared out, both are 64.0 a rank, and 16.0 "
-        "more for each layer that is whole, or whose gradients are"
-    )
-    assert "of 10 steps; what ranks share counts once" in what
-
-
-def test_json_has_every_rank_s_peaks_and_the_theory() -> None:
-    found = json.loads(as_json(PEAKS, task_of("fsdp", 0), 2, 10))
-    assert (found["ranks"], found["steps"]) == (2, 10)
-    assert found["parameter_bytes"] == 4 * 4 * (2048 * 2048 + 2048)
-    first, *others = found["peaks"]
-    assert len(others) == 4
-    assert (first["peer"], first["gives_back"]) == ("shm", False)
-    assert first["training"] == [100 << 20, 110 << 20]
-    assert first["building"] == [20 << 20] * 2
-    assert first["shared"] == [32 << 20] * 2
+def test_each_library_is_measured_as_it_is_and_with_freed_memory_given_back(tmp_path: Path) -> None:
+    backends = ["--backends", "tcp", "--baseline", "tcp", "--no-machine"]
+    words = [*backends, "--width", str(MODEL.width), "--rounds", "1", "--json", "peaks.json"]
+    ended = run_python(["-m", "phalanx", "bench", "fsdp", "--peaks", *words], folder=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    print(ended.stdout)
+    found = json.loads((tmp_path / "peaks.json").read_text())
+    assert found["left_out"] == []
+    (line,) = found["lines"]
+    ways = {"peak MiB": "peak_bytes", "given back": "held_bytes"}
+    for heading, name in [*ways.items()][: 1 + gives_back()]:
+        assert f"{max(line[name]['training']) / MIB:.1f}" in ended.stdout
+        assert heading in ended.stdout
+        assert [len(line[name][each]) for each in ("building", "training", "shared")] == [2] * 3
+    if gives_back():
+        assert_near("`full_shard`", line["held_bytes"]["training"])
