@@ -63,6 +63,7 @@
 #   make slow-link           steps over a link of 100 Mbit/s; needs root
 #   make pipeline-bubble     how long the ranks of a pipeline wait, in every schedule
 #   make thresholds          the sizes at which collectives in shared memory change their way
+#   make numbers             docs/numbers.md and the rows of README, measured again
 #
 # Beside torch, Accelerate, DeepSpeed and torchft (docs/beside-others.md), in an environment of its own;
 # what cannot be installed is left out. Six minutes on two idle cores, and some for the installation:
@@ -106,7 +107,7 @@ OTHERS ?= accelerate deepspeed torchft hivemind
 DEBIAN := slurmctld slurmd slurm-client chromium
 
 .PHONY: demo test test-quick test-torch-next test-clients recipes lint docs format bench stress exact blame torch-blame bad-days fuzz flood attack \
-	wide two-hosts links kill-saves notices combinations fence mutants agreement torch device loss-against-bytes slow-link pipeline-bubble thresholds beside gate \
+	wide two-hosts links kill-saves notices combinations fence mutants agreement torch device loss-against-bytes slow-link pipeline-bubble thresholds numbers beside gate \
 	main-path clean
 
 demo: $(READY)
@@ -224,6 +225,9 @@ pipeline-bubble: $(READY)
 
 thresholds: $(READY)
 	$(BIN)/python benchmarks/shm_thresholds.py $(ARGS)
+
+numbers: $(READY)
+	$(BIN)/python benchmarks/write_numbers.py $(ARGS)
 
 beside: $(BESIDE_READY)
 	$(BESIDE_VENV)/bin/python benchmarks/beside_others.py $(ARGS)

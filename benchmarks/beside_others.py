@@ -29,13 +29,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pages
 import torch.distributed as dist
 from rich.console import Console
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
-from phalanx import files
 from phalanx.ops.bench import peers
 from phalanx.ops.bench.operations import (
     OPTIMIZERS,
@@ -52,7 +52,7 @@ from phalanx.ops.bench.start import new_report, run_bench
 from phalanx.ops.machine import installed_version
 
 PAGE = Path(__file__).parents[1] / "docs" / "beside-others.md"
-BEGIN, END = "<!-- begin: speeds -->", "<!-- end: speeds -->"
+MARK = "speeds"
 
 
 class Library(NamedTuple):
@@ -389,13 +389,6 @@ def _steps(report: BenchReport) -> Iterator[str]:
         yield f"| {NAMES[line.entry.peer]} | {times} |"
 
 
-def write_page(part: str, page: Path = PAGE) -> None:
-    """Put it between the page's marks."""
-    before, rest = page.read_text().split(BEGIN)
-    _, after = rest.split(END)
-    files.write(str(page), f"{before}{BEGIN}\n\n{part}\n{END}{after}".encode())
-
-
 def complaints(reports: Reports) -> Iterator[str]:
     """Wrong results, each in a line."""
     for report in reports.values():
@@ -420,7 +413,7 @@ def main(words: Sequence[str] | None = None) -> int:
     for text in wrong:
         print(text, file=sys.stderr)
     if asked.write and not wrong:
-        write_page(part)
+        pages.rewrite(PAGE, MARK, part)
     return 1 if wrong else 0
 
 

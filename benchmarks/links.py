@@ -4,7 +4,8 @@ Two hosts are network namespaces with one rank each, and what each host sends is
 token bucket, and delayed where a delay is asked for. Over each link, in interleaved rounds of the
 same processes, every result checked: all_reduce in place, and messages one way (`stream`), by
 Phalanx over TCP, by Gloo, and by bare sockets, which send as many bytes each way as the all_reduce
-does, both ways at once, and reduce nothing. Times are medians, of the slowest rank. With more ranks
+does, both ways at once, and reduce nothing. Gloo and the sockets have no TLS: with PHALANX_TLS=off
+Phalanx has none, either. Times are medians, of the slowest rank. With more ranks
 on each host it is all_reduce alone, of Phalanx's hybrid backend and Gloo.
 
 Of an all_reduce of n bytes, n leave each of two hosts: 2(h-1)/h n, whatever their number of ranks.

@@ -64,7 +64,10 @@ def main(backend: px.Backend, micro_batches: int, width: int, rows: int, rounds:
     for _ in range(WARM + rounds):
         for schedule in schedules.values():
             schedule.step(*batch)
-    lines = [("schedule", "bubble", "theory", "step", "beside 1f1b", "activations")]
+    lines = [
+        ("schedule", "bubble", "theory", "step", "beside 1f1b", "activations"),
+        ("---", *["---:"] * 5),
+    ]
     for name, schedule in schedules.items():
         seconds = schedule.seconds[WARM:]
         ratios = map(float.__truediv__, seconds, schedules["1f1b"].seconds[WARM:])
@@ -81,7 +84,7 @@ def main(backend: px.Backend, micro_batches: int, width: int, rows: int, rounds:
     if backend.rank == 0:
         print(f"{backend.world_size} stages, {micro_batches} micro-batches, {rounds} rounds")
         for name, *cells in lines:
-            print(f"{name:18}" + "".join(f"{cell:>13}" for cell in cells))
+            print(f"| {name:16} | {' | '.join(f'{cell:>11}' for cell in cells)} |")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -109,7 +110,7 @@ def main() -> None:
     parser.add_argument("--only", choices=CASES)
     asked = parser.parse_args()
     os.environ.setdefault("PHALANX_CMA", "allow")  # so that ordinary memory is read
-    table = Table("threshold", "bytes", "of", "half", "today's", "twice")
+    table = Table("threshold", "bytes", "of", "half", "today's", "twice", box=box.MARKDOWN)
     for name in [asked.only] if asked.only else CASES:
         case = CASES[name]
         times = px.spawn(partial(measure, name=name, rounds=asked.rounds), case.ranks, "shm")[0]
@@ -119,7 +120,9 @@ def main() -> None:
         half, twice = (f"{seconds / today:.2f}" for seconds in (times[0], times[2]))
         value = getattr(plan.Thresholds(), name)
         table.add_row(name, f"{value >> 10} KiB", what, half, f"{today * 1e6:.0f} us", twice)
-    Console(width=110).print(table)
+    console = Console()
+    console.width = max(110, console.width)
+    console.print(table)
 
 
 if __name__ == "__main__":

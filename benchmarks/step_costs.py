@@ -40,6 +40,7 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -218,7 +219,7 @@ def main() -> None:
     watch_folder.LINGER = LINGER
     results = phalanx.spawn(benchmark_rank, options.ranks, options.backend)
     shares = [share for _, share in results]
-    table = Table(title=f"a step of DDP, {options.ranks} ranks, {options.backend}")
+    table = Table(box=box.MARKDOWN)
     for heading in ("", "", "median us", "added us", "quartiles", "of the step", "s.e."):
         table.add_column(heading, justify="right")
     for kind in options.kinds:
@@ -230,7 +231,7 @@ def main() -> None:
                 )
             )
             table.add_row(kind, what, *cells(values, alone))
-    Console().print(table)
+    Console().print(f"a step of DDP, {options.ranks} ranks, {options.backend}", table, sep="\n")
     if shares[0]:
         each = ", ".join(f"{statistics.median(share):.3%}" for share in shares)
         Console().print(f"the thread that publishes takes of a processor, on each rank: {each}")

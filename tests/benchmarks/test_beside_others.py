@@ -14,10 +14,10 @@ from processes import run_job
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import beside_others
+import pages
 from beside_others import (
-    BEGIN,
-    END,
     LIBRARIES,
+    MARK,
     NAMES,
     PEERS,
     SIZES,
@@ -25,7 +25,6 @@ from beside_others import (
     Reports,
     complaints,
     page_part,
-    write_page,
 )
 
 from phalanx.ops.bench import peers
@@ -81,7 +80,7 @@ def tables(part: str) -> list[list[list[str]]]:
 
 
 def marked(page: str) -> str:
-    return page.partition(BEGIN)[2].partition(END)[0]
+    return pages.split(page, MARK)[1]
 
 
 def with_versions(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
@@ -178,20 +177,13 @@ def test_a_library_that_fails_is_named_with_the_reason(monkeypatch: pytest.Monke
     assert "| torchft | 1.2 | failed: rank 0: OSError: a / b |" in part
 
 
-def test_only_what_is_between_the_marks_is_written(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    write_page("| new |\n", page)
-    assert page.read_text() == f"before\n{BEGIN}\n\n| new |\n\n{END}\nafter\n"
-
-
 def test_a_wrong_result_is_complained_of_and_no_page_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = reports(wrong=3)
     assert "WRONG: ddp 0 x 2 ranks, shm: 3 elements" in [*complaints(made)]
     monkeypatch.setattr(beside_others, "measure", lambda rounds, say: made)
-    monkeypatch.setattr(beside_others, "write_page", lambda part: pytest.fail("it was written"))
+    monkeypatch.setattr(pages, "rewrite", lambda *_: pytest.fail("it was written"))
     assert beside_others.main(["--write"]) == 1
 
 

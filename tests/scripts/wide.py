@@ -37,6 +37,7 @@ from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -286,7 +287,7 @@ def main() -> None:
     options = parser.parse_args()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    table = Table(title=f"ranks as threads of {options.processes} processes, over TCP")
+    table = Table(box=box.MARKDOWN)
     for heading in (
         "ranks",
         "formed",
@@ -303,7 +304,9 @@ def main() -> None:
         row, well = try_size(int(size), options.processes)
         table.add_row(*row)
         right = right and well
-    Console(width=110).print(table)
+    console = Console()
+    console.width = max(110, console.width)
+    console.print(f"ranks as threads of {options.processes} processes, over TCP", table, sep="\n")
     sys.exit(not right)
 
 

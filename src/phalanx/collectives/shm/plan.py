@@ -114,7 +114,7 @@ class Thresholds(NamedTuple):
     crowded_to       largest one, where ranks share cores: of a larger one the others copy what
                      was staged from the cache
 
-    `make thresholds` measures each beside half and twice of it; docs/notes/performance.md has them.
+    `make thresholds` measures each beside half and twice of it; docs/numbers.md has them.
     """
 
     small: int = SMALL
