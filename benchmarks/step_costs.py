@@ -231,7 +231,9 @@ def main() -> None:
                 )
             )
             table.add_row(kind, what, *cells(values, alone))
-    Console().print(f"a step of DDP, {options.ranks} ranks, {options.backend}", table, sep="\n")
+    console = Console()
+    console.width = max(100, console.width)
+    console.print(f"a step of DDP, {options.ranks} ranks, {options.backend}", table, sep="\n")
     if shares[0]:
         each = ", ".join(f"{statistics.median(share):.3%}" for share in shares)
         Console().print(f"the thread that publishes takes of a processor, on each rank: {each}")

@@ -279,7 +279,7 @@ PARTS: Mapping[str, Part] = MappingProxyType(
             printed,
         ),
         "links": Part(["env PHALANX_TLS=off python benchmarks/links.py --control reno"], printed),
-        "tls": Part(["python benchmarks/tls.py"], printed),
+        "tls": Part(["python benchmarks/tls.py"], printed, readme=printed),
         "wide": Part(["python tests/scripts/wide.py --ranks 16,64,256,1024"], printed),
         "bubble": Part(["phalanx run -n 2 benchmarks/pipeline_bubble.py"], printed, environ=KEPT),
         "blame": Part(

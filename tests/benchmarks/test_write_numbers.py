@@ -54,9 +54,9 @@ def test_a_part_has_its_command_the_day_the_commit_and_a_table(name: str) -> Non
 
 
 def test_rows_of_readme_are_rows_of_the_page() -> None:
-    for name in ("all_reduce", "steps"):
+    for name in [name for name, part in PARTS.items() if part.readme is not None]:
         shown = rows(pages.split(README, name)[1])
-        assert len(shown) > 5
+        assert len(shown) > 3
         assert set(shown) <= set(rows(pages.split(PAGE, name)[1]))
 
 
