@@ -22,7 +22,6 @@ import datetime
 import importlib
 import importlib.util
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -336,7 +335,7 @@ def _circumstances(reports: Reports, day: str, load: float) -> Iterator[str]:
     yield "| | |"
     yield "|---|---|"
     yield f"| date | {day} |"
-    system = re.sub(r"(\d+\.\d+)\S*", r"\1", machine["system"], count=1)  # Linux 6.12 x86_64
+    system = pages.short_system(machine["system"])
     yield f"| machine | {machine['processor']}, {machine['cores']} cores, {system} |"
     yield f"| Python | {machine['python']} |"
     loads = f"{machine['load']:.1f}, {load:.1f}"

@@ -310,8 +310,7 @@ def main() -> int:
     measured = [one for one in outcomes.values() if one.ratios]
     busy = f"load {os.getloadavg()[1]:.1f} on {os.cpu_count()} cores"
     title = f"the working tree / {commit[:10]}: {asked.pairs} pairs a row, bounds of 95 %, {busy}"
-    console = Console()
-    console.width = max(110, console.width)
+    console = Console(width=max(110, Console().width))
     console.print(table_of(measured, left_out, title))
     if asked.json:
         times = {one.row: {"base": one.base, "tree": one.tree} for one in measured}

@@ -367,8 +367,7 @@ def main() -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    console = Console()
-    console.width = max(120, console.width)
+    console = Console(width=max(120, Console().width))
     for title, table in tables(found):
         console.print(title, table, sep="\n", highlight=False)
     if asked.json:

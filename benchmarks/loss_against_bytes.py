@@ -92,8 +92,7 @@ def show(known: Runs, folder: Path) -> list[str]:
         f"language model, {settings['layers']} layers of {settings['width']}, {settings['steps']} "
         f"steps, {settings['ranks']} ranks, {of}"
     )
-    console = Console()
-    console.width = max(120, console.width)
+    console = Console(width=max(120, Console().width))
     console.print(table_of(summaries, title=title, steps=settings["steps"]))
     (folder / "table.md").write_text(markdown_of(summaries, settings["steps"]))
     if not draw(folder / "loss_against_bytes.png", known, summaries, title):

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from phalanx import files
@@ -29,3 +30,8 @@ def split(text: str, name: str) -> tuple[str, str, str]:
 def marks(name: str) -> tuple[str, str]:
     """Return the marks at which a part begins and ends."""
     return f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
+
+
+def short_system(name: str) -> str:
+    """Return a system's name with two numbers of its version: `Linux 6.12 x86_64`."""
+    return re.sub(r"(\d+\.\d+)\S*", r"\1", name, count=1)

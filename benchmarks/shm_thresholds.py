@@ -120,8 +120,7 @@ def main() -> None:
         half, twice = (f"{seconds / today:.2f}" for seconds in (times[0], times[2]))
         value = getattr(plan.Thresholds(), name)
         table.add_row(name, f"{value >> 10} KiB", what, half, f"{today * 1e6:.0f} us", twice)
-    console = Console()
-    console.width = max(110, console.width)
+    console = Console(width=max(110, Console().width))
     console.print(table)
 
 

@@ -143,8 +143,7 @@ def show(asked: argparse.Namespace, speed: float, timed: dict[str, Timed]) -> li
         shown.add_row(name, milliseconds, busy, f"{faster:.2f}", f"{one.nbytes:,.0f}")
         if table[name].target and asked.megabits <= SLOW and faster < FASTER:
             missed.append(f"{name}: {faster:.1f} times as fast as dense: MISSES {FASTER:g}")
-    console = Console()
-    console.width = max(100, console.width)
+    console = Console(width=max(100, Console().width))
     console.print(title, shown, sep="\n")
     return missed
 

@@ -231,8 +231,7 @@ def main() -> None:
                 )
             )
             table.add_row(kind, what, *cells(values, alone))
-    console = Console()
-    console.width = max(100, console.width)
+    console = Console(width=max(100, Console().width))
     console.print(f"a step of DDP, {options.ranks} ranks, {options.backend}", table, sep="\n")
     if shares[0]:
         each = ", ".join(f"{statistics.median(share):.3%}" for share in shares)

@@ -341,7 +341,7 @@ def circumstances(load: float) -> str:
     """When and where this is measured."""
     machine = describe_machine()
     day = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    system = re.sub(r"(\d+\.\d+)\S*", r"\1", machine["system"], count=1)  # Linux 6.12 x86_64
+    system = pages.short_system(machine["system"])
     facts = [
         f"{day}, commit {commit()}",
         f"{machine['cores']} cores of {machine['processor']}, {system}",

@@ -56,7 +56,7 @@ BUDGETS = {  # of each package: lines, files
     "compression": (1_770, 7),
     "core": (5_510, 21),
     "fsdp": (2_746, 10),
-    "launch": (4_301, 21),
+    "launch": (4_319, 21),
     "native": (2_305, 8),
     "ops": (730, 3),  # without its packages
     "ops.bench": (2_336, 8),

@@ -18,7 +18,7 @@ ONES = torch.ones(8)
 PROMPT = 15.0  # seconds after which a rank that was not told gives up, with an error that shows it
 ASKED = 0.3  # seconds after which a rank that waits has asked the others
 
-pytestmark = pytest.mark.usefixtures("asking_soon")
+pytestmark = pytest.mark.usefixtures("asking_soon", "answered")
 
 
 def ring(values: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> Call:

@@ -18,7 +18,7 @@ from phalanx import Backend, DesyncError, SubBackend
 PROMPT = 15.0
 ONES = torch.ones(8)
 
-pytestmark = pytest.mark.usefixtures("asking_soon")
+pytestmark = pytest.mark.usefixtures("asking_soon", "answered")
 
 
 def next_line(after: int = 1) -> str:

@@ -103,8 +103,12 @@ def turmoil(signum: int, moment: float) -> tuple[str, float]:
 
 
 def judge_words(signum: int, code: int, said: str) -> list[str]:
-    """An interpreter that still imports may end by the signal; all else is one line."""
-    if code == -signum and (not said or said.endswith("\nKeyboardInterrupt\n")):
+    """An interpreter that still imports may end by the signal; all else is one line.
+
+    Before `main` has begun, which says nothing of a Ctrl-C, Python shows where it was.
+    """
+    before_main = said.endswith("\nKeyboardInterrupt\n") and "in main" not in said
+    if code == -signum and (not said or before_main):
         return []
     expected = f"stopped by {signal.Signals(signum).name}\n"
     wrong = [] if code == 128 + signum else [f"exit code {code}"]

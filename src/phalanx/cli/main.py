@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+from phalanx.launch.signals import end_at_interrupt
 
 
 def main() -> None:
@@ -12,8 +12,7 @@ def main() -> None:
     imported Ctrl-C ends the process without a word, rather than with a traceback of imports. When
     a command begins, `app` lets it raise KeyboardInterrupt again; `run` has handlers of its own.
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_at_interrupt()
     from phalanx.cli.app import app  # noqa: PLC0415 -- it takes a moment
     from phalanx.launch.command import run_app  # noqa: PLC0415
 

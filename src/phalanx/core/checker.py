@@ -31,7 +31,7 @@ from phalanx.core.failure import SOMETHING_ELSE, Failure
 from phalanx.wire.control import Ask, shortened
 
 KEPT = 64  # calls of a group that are remembered when they are over
-ANSWER_WITHIN = 0.4  # seconds for the other side of a desync to describe its operation
+ANSWER_WITHIN = 2.0  # seconds for the other side of a desync to describe its operation
 
 
 # A rolling hash: all collectives that a rank has begun in a group, as one word.

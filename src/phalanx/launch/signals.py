@@ -26,6 +26,15 @@ class Interrupted(Exception):  # noqa: N818 -- it is no error
     """Raised by the launcher's loop when a signal has come, whose number it carries."""
 
 
+def end_at_interrupt() -> None:
+    """Let Ctrl-C end this process without a word, rather than with a traceback of imports.
+
+    For a program that begins, until it handles the signal itself.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Signals:
     """Takes note of signals, in a `with` statement of the main thread.
 
