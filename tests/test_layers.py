@@ -69,9 +69,9 @@ BUDGETS = {  # of each package: lines, files
     "tensor": (1_700, 9),
     "torch_backend": (1_860, 9),
     "training": (1_480, 7),
-    "transport": (710, 3),  # without its packages
-    "transport.shm": (1_640, 10),
-    "transport.tcp": (3_575, 11),
+    "transport": (723, 4),  # without its packages
+    "transport.shm": (1_618, 10),
+    "transport.tcp": (3_592, 11),
     "wire": (1_344, 6),
 }
 LONGEST_BODY = 45  # lines of a function, without signature and docstring

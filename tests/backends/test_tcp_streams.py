@@ -8,6 +8,7 @@ import threading
 import time
 import tracemalloc
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from raw_peer import WORLD, message, rank_0_and_a_raw_peer
 
 import phalanx
 from phalanx import CollectiveTimeoutError, MisuseError, PeerLostError, SizeMismatchError
+from phalanx.transport.tcp import connection
 from phalanx.wire.control import FailureNotice
 from phalanx.wire.frame import HEADER_SIZE, MAX_PAYLOAD, Channel, Kind, pack_header
 
@@ -332,3 +334,24 @@ def test_a_connection_inside_a_host_does_not_pace_itself() -> None:
         sock = backend._transport.mesh.connections[1].sock
         name = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
         assert name.strip(b"\0") == b"reno"
+
+
+def test_the_kernel_sizes_the_send_buffer_while_cores_are_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a peer reads in one turn on a core is then more than the buffer of other times."""
+    monkeypatch.setattr(connection, "CROWDED_EVERY", 0.0)
+    with rank_0_and_a_raw_peer() as (backend, peer):
+        sock = backend._transport.mesh.connections[1].sock
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, connection.SO_BUF_LOCK, 1)
+        except OSError:
+            pytest.skip("the kernel has no SO_BUF_LOCK")
+        sizes = []
+        for crowded in (False, True, False):
+            monkeypatch.setattr(connection, "is_crowded", partial(bool, crowded))
+            sent = phalanx.isend(torch.zeros(64 << 20, dtype=torch.uint8), backend, 1)
+            while not sent.done():  # which moves what the socket takes
+                peer.sock.recv(1 << 20)
+            sizes.append(sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF))
+        assert sizes[0] == sizes[2] < sizes[1]

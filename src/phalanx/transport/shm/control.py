@@ -26,6 +26,7 @@ from phalanx.core.shared_group import (
 )
 from phalanx.core.steps import Step
 from phalanx.errors import BackendUnavailableError
+from phalanx.transport.crowding import is_crowded
 from phalanx.transport.shm.cross_memory import VARIABLE
 from phalanx.transport.shm.directory import READS, WEAK_ORDER
 from phalanx.transport.shm.epoch import FlagWait, ShmEpoch
@@ -96,8 +97,7 @@ class ControlBlock(SharedGroup):
         self._flags: dict[Places, list[memoryview]] = {}  # the words of others, once known
         words = [domain.directory.words, *(other.words for other in self.others)]
         self.is_readable = all(directory[READS] for directory in words)
-        self._cores = cpu_count() or 1
-        self.share_of_cores = self._cores // (1 + len(domain.local_peers))
+        self.share_of_cores = (cpu_count() or 1) // (1 + len(domain.local_peers))
         self._patience = 0.0 if any(other.is_here for other in self.others) else PATIENCE
         self.fence = domain.fence
         domain.directory.add_control_block(group, number, offset)
@@ -210,7 +210,7 @@ class ControlBlock(SharedGroup):
 
     @override
     def is_crowded(self) -> bool:
-        return self._domain.running() > self._cores
+        return is_crowded()
 
     @override
     def given(self, place: int) -> Region | None:

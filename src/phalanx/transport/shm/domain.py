@@ -73,7 +73,6 @@ class HostDomain:
         self.closed: list[Callable[[], bool]] = []
         self.memory = self.directory.segment.fd
         self._memory = ProcessMemory(os.getpid())
-        self._load = _load_average()
         self.wakeup, self.wakeup_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.directory.words[WAKEUP] = self.wakeup_end
         self.directory.words[JOB] = int.from_bytes(job, "little")
@@ -151,12 +150,6 @@ class HostDomain:
 
     # Waiting --------------------------------------------------------------------------------
 
-    def running(self) -> int:
-        """Return the number of this host's threads that run or want to now; 0: not known."""
-        if self._load is None:
-            return 0
-        return int(os.pread(self._load, 64, 0).split()[3].partition(b"/")[0])
-
     def resume_stalled(self) -> None:
         """Go on with the ring buffers that have room again."""
         for ring, go_on in list(self.stalled.items()):
@@ -194,14 +187,5 @@ class HostDomain:
             local_peer.close()
         self.stalled.clear()
         self.arena.close()
-        for file in (self.wakeup, self.wakeup_end, self._load):
-            if file is not None:
-                os.close(file)
-
-
-def _load_average() -> int | None:
-    """Return the open file with the number of running threads; None if there is none."""
-    try:
-        return os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
+        for file in (self.wakeup, self.wakeup_end):
+            os.close(file)

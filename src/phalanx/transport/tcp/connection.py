@@ -29,6 +29,7 @@ from phalanx.core.failure import Failure
 from phalanx.core.matching import IncomingMessage
 from phalanx.core.posted import PostedSend
 from phalanx.core.transport import HostMemory, Ring
+from phalanx.transport.crowding import is_crowded
 from phalanx.transport.tcp.admission import HUNG_UP
 from phalanx.transport.tcp.loop import READ, WRITE, Reactor
 from phalanx.transport.tcp.tls import INSTALL, Tls, TlsSocket
@@ -69,15 +70,21 @@ OPTIONS: tuple[Option, ...] = (
 # Inside a host no packet is lost, so nothing is gained by a sender that paces itself: with BBR,
 # large messages take half as long again as with reno, which every user may choose. And a sender
 # should not be far ahead: 2.5 GB/s for the 0.1 ms until a receiver runs are 256 KiB. Bytes beyond
-# that have left the caches before they are read.
+# that have left the caches before they are read. But where cores are short the receiver waits for
+# its turn on one, a millisecond and more for each buffer: then the kernel chooses the size, up to
+# 4 MiB, as it does without the option (SO_BUF_LOCK: Linux 5.15, uapi asm-generic/socket.h).
+SO_BUF_LOCK = 72
+SMALL_BUFFER: Option = (socket.SOL_SOCKET, socket.SO_SNDBUF, 256 << 10)
+BUFFER_OF_THE_KERNEL: Option = (socket.SOL_SOCKET, SO_BUF_LOCK, 0)
+CROWDED_EVERY = 0.002  # seconds between looks whether cores are short
 INSIDE_A_HOST: tuple[Option, ...] = (
     (socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno"),
-    (socket.SOL_SOCKET, socket.SO_SNDBUF, 256 << 10),
+    SMALL_BUFFER,
 )
 
 
-def set_options(sock: socket.socket) -> None:
-    """Set the options above, as far as the kernel knows them."""
+def set_options(sock: socket.socket) -> bool:
+    """Set the options above, as far as the kernel knows them; return whether it is in a host."""
     options = OPTIONS
     with suppress(OSError):  # a connection that is broken already is noticed later
         if sock.getsockname()[:1] == sock.getpeername()[:1]:
@@ -85,6 +92,7 @@ def set_options(sock: socket.socket) -> None:
     for option in options:
         with suppress(OSError):
             sock.setsockopt(*option)
+    return len(options) > len(OPTIONS)
 
 
 class Mesh:
@@ -250,7 +258,9 @@ class Connection:
     """
 
     def __init__(self, mesh: Mesh, peer: int, sock: socket.socket) -> None:
-        set_options(sock)
+        self._sizes_buffer = set_options(sock)
+        self._crowded = False
+        self._crowded_known_until = 0.0
         self.mesh = mesh
         self.peer = peer
         self.sock = sock
@@ -364,6 +374,8 @@ class Connection:
                 if written:
                     pieces[0] = pieces[0][written:]
         except BlockingIOError:
+            if self._sizes_buffer:
+                self._size_buffer()
             self._watch(self._events | WRITE)
             return
         except OSError as error:
@@ -375,6 +387,18 @@ class Connection:
             self._pieces = []
         if self._events & WRITE:
             self._watch(self._events & ~WRITE)
+
+    def _size_buffer(self) -> None:
+        """Keep the send buffer small, or have the kernel size it while cores are short."""
+        now = self.mesh.engine.now()
+        if now < self._crowded_known_until:
+            return
+        self._crowded_known_until = now + CROWDED_EVERY
+        crowded = is_crowded()
+        if crowded is not self._crowded:
+            self._crowded = crowded
+            with suppress(OSError):
+                self.sock.setsockopt(*(BUFFER_OF_THE_KERNEL if crowded else SMALL_BUFFER))
 
     def _next_frame(self) -> bool:
         """Take the next frame to write; False if there is none."""
