@@ -263,7 +263,9 @@ class Gloo(Threads):
     """`GlooBackend`: torch's Gloo, with its own collectives."""
 
     name = "gloo"
-    lacks = LIBRARYS_OWN
+    lacks = MappingProxyType(
+        {**LIBRARYS_OWN, "descriptors": "the garbage collector frees the library's group"}
+    )
 
     def makers(self, size: int, timeout: float) -> list[Maker]:
         listener = loopback_listener()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
 from contextlib import suppress
 
@@ -156,3 +158,28 @@ def test_a_finished_result_outlives_its_backend(cluster: Cluster) -> None:
         return pending.wait().tolist()
 
     assert cluster.run(close, 2) == [[2.0, 2.0]] * 2
+
+
+@pytest.mark.requires("descriptors")
+def test_a_closed_group_has_no_descriptors_without_the_garbage_collector_too(
+    cluster: Cluster,
+) -> None:
+    """A program that forms groups again and again would run out of them."""
+
+    def use(backend: Backend) -> None:
+        phalanx.all_reduce(torch.ones(1 << 20), backend)
+        phalanx.all_reduce(torch.ones(2), backend.subgroup(range(2)))
+
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    cluster.run(use, 2)  # what is made once for all is there
+    gc.collect()
+    gc.disable()
+    try:
+        before = open_files()
+        for _ in range(3):
+            cluster.run(use, 2)
+        assert open_files() == before
+    finally:
+        gc.enable()

@@ -562,7 +562,8 @@ class Backend:
         transport = self.engine.transport
         if len(set(self.topology)) > 1:
             return None
-        source = Own() if self.world_size == 1 else transport.common(self.group)
+        alone = self.world_size == 1 or self.group.closed  # `issue` refuses it then
+        source = Own() if alone else transport.common(self.group)
         if source is None:
             return None
         memory = CommonMemory(source, rank, self.world_size, count * dtype.itemsize)

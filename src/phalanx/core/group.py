@@ -340,6 +340,7 @@ class Group(Members):
         self.engine.groups.pop(self.id, None)
         if self.shared is not None:
             self.shared.close()
+            self.shared = None
 
     def _give_up(self) -> None:
         """Tell peers that may still read the caller's memory, before the caller has it back."""

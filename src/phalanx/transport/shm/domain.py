@@ -186,6 +186,7 @@ class HostDomain:
         for local_peer in self.local_peers.values():
             local_peer.close()
         self.stalled.clear()
+        self.closed.clear()
         self.arena.close()
         for file in (self.wakeup, self.wakeup_end):
             os.close(file)

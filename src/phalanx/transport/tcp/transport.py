@@ -376,6 +376,7 @@ class TcpTransport(Transport):
             self.reactor.close()
             if self.domain is not None:
                 self.domain.close()
+                self.domain = self.mesh.domain = None  # its memory is free with the last tensor
         thread = self._thread
         self.engine.lock.release()
         try:
