@@ -71,7 +71,7 @@ BUDGETS = {  # of each package: lines, files
     "training": (1_480, 7),
     "transport": (723, 4),  # without its packages
     "transport.shm": (1_619, 10),
-    "transport.tcp": (3_593, 11),
+    "transport.tcp": (3_648, 11),
     "wire": (1_344, 6),
 }
 LONGEST_BODY = 45  # lines of a function, without signature and docstring

@@ -23,19 +23,22 @@ from phalanx.wire.frame import (
 from phalanx.wire.handshake import DialerHandshake, Identity
 
 WORLD = 0  # the group of all ranks
+ELSEWHERE = Address("127.0.0.1", 1, "this host")  # of a process that rank 0 does not see
 
 
 class RawPeer:
     """A rank that has met rank 0, as a stream of bytes. All of it blocks, for 20 s at most."""
 
-    def __init__(self, port: int, rank: int = 1, world_size: int = 2) -> None:
+    def __init__(
+        self, port: int, rank: int = 1, world_size: int = 2, address: Address = ELSEWHERE
+    ) -> None:
         self.sock = socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT)
         handshake = DialerHandshake(Identity("", 0, rank, world_size), TOKEN.encode(), 0)
         self.sock.sendall(handshake.start())
         while not handshake.complete:
             self.sock.sendall(handshake.receive(self._some()))
         self._ahead = bytearray(handshake.surplus)
-        self.send_control(Kind.ADDRESS, encode(Address("127.0.0.1", 1, "this host")))
+        self.send_control(Kind.ADDRESS, encode(address))
 
     def expect(self, kind: Kind) -> None:
         """The next frame that came is of that kind."""
@@ -77,7 +80,7 @@ def message(payload: bytes, *, tag: int = 0) -> bytes:
 
 
 @contextmanager
-def rank_0_and_a_raw_peer() -> Iterator[tuple[TcpBackend, RawPeer]]:
+def rank_0_and_a_raw_peer(address: Address = ELSEWHERE) -> Iterator[tuple[TcpBackend, RawPeer]]:
     """A real rank 0 of two, and the other one."""
     listener = loopback_listener()
     port = listener.getsockname()[1]
@@ -85,7 +88,7 @@ def rank_0_and_a_raw_peer() -> Iterator[tuple[TcpBackend, RawPeer]]:
         made = pool.submit(
             TcpBackend, 0, 2, f"127.0.0.1:{port}", token=TOKEN, timeout=TIMEOUT, listener=listener
         )
-        peer = RawPeer(port)
+        peer = RawPeer(port, address=address)
         peer.expect(Kind.TABLE)
         backend = made.result()
     try:

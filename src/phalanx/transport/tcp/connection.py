@@ -455,8 +455,7 @@ class Connection:
                     return
                 count = self.sock.recv_into(space)
                 if count == 0:
-                    within = "" if decoder.at_boundary else " within a message"
-                    self.mesh.link_broke(self, f"its connection ended{within}")
+                    self._ended()
                     return
                 self.heard = True
                 decoder.received(count)
@@ -472,6 +471,23 @@ class Connection:
             return
         except (FrameError, OSError) as error:
             self.mesh.link_broke(self, getattr(error, "strerror", None) or str(error))
+
+    def end(self) -> None:
+        """End the connection of a peer of this host whose process ends: its bytes are all here."""
+        while self.has_unread() and not self.paused:
+            self.on_ready(True, False)
+        if not self.paused:
+            self._ended()
+
+    def has_unread(self) -> bool:
+        """Return whether bytes have come that were not read."""
+        if self.sock.fileno() < 0:
+            return False
+        return any(fcntl.ioctl(self.sock, termios.FIONREAD, b"\0" * 4))
+
+    def _ended(self) -> None:
+        within = "" if self._decoder.at_boundary else " within a message"
+        self.mesh.link_broke(self, f"its connection ended{within}")
 
     def take(self, data: bytes) -> None:
         """Take bytes that arrived together with the end of the handshake."""
@@ -628,6 +644,10 @@ class TlsConnection(Connection):
     def on_ready(self, readable: bool, writable: bool) -> None:
         super().on_ready(readable or self.sock.read_waits, writable)
         self._look_again()
+
+    @override
+    def has_unread(self) -> bool:
+        return super().has_unread() or (self.sock.fileno() >= 0 and self.sock.pending() > 0)
 
     @override
     def resume(self) -> None:
