@@ -240,21 +240,20 @@ class Quantized(TwoRounds):
             uniform = torch.rand(rows.shape, dtype=rows.dtype, device=rows.device, generator=drawn)
             noise = self._blocks(uniform)
         cut = self._blocks(rows)
-        magnitudes = cut.abs()
         if self.bits == 1 and noise is None:
             sizes = torch.full((cut.shape[1],), float(self.block), device=rows.device)
             if length:
                 sizes[-1] -= cut.shape[1] * self.block - length
-            scales = magnitudes.sum(-1) / sizes
+            scales = cut.abs().sum(-1) / sizes
         else:
-            scales = magnitudes.amax(-1) / most
+            scales = torch.maximum(cut.amax(-1), cut.amin(-1).abs()) / most
         scales = scales.float()
         scales = torch.where(scales.isfinite(), scales, torch.nan)
         units = cut / torch.where(scales == 0, 1, scales).unsqueeze(-1).to(cut.dtype)
         if self.bits == 1:  # whether they are positive
             codes = (units >= 0) if noise is None else (noise < (units + 1) / 2)
         else:
-            rounded = units.round() if noise is None else (units + noise).floor()
+            rounded = units.round_() if noise is None else units.add_(noise).floor_()
             codes = rounded.nan_to_num_(0).clamp_(-most, most).to(torch.int8)
         codes = codes.flatten(-2)[..., :length]
         if self.bits == 1:
@@ -279,7 +278,7 @@ class Quantized(TwoRounds):
             halves = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
             codes = halves[..., :length].to(torch.int8) - 7
         blocks = self._blocks(codes.float())
-        return (blocks * scales.view(*blocks.shape[:-1], 1)).flatten(-2)[..., :length]
+        return blocks.mul_(scales.view(*blocks.shape[:-1], 1)).flatten(-2)[..., :length]
 
     def _blocks(self, rows: Tensor) -> Tensor:
         """Return `[n, length]` as `[n, blocks, block]`, padded with zeros."""
