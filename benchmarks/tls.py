@@ -91,6 +91,7 @@ def rank(number: int, rounds: int, count: int) -> None:
     alone = Tls(TOKEN.encode())._contexts[number == 0]
     del alone.sslsocket_class
     bare = alone.wrap_socket(between(number, 29510), server_side=number == 0)
+    bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as the others have it
     data = torch.arange(SIZE // 4, dtype=torch.int32)
     into = torch.zeros_like(data)
     bytes_in, bytes_out = (memoryview(each.numpy().data).cast("B") for each in (into, data))
