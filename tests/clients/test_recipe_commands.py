@@ -173,6 +173,32 @@ def test_diloco_trains_over_a_link_of_100_megabits(network: Network, folder: Pat
     assert same(out, shown), out
 
 
+def test_the_commands_for_two_hosts_on_one_machine_make_them(folder: Path) -> None:
+    if why_not():
+        pytest.skip(why_not())
+    page = (ROOT / "docs" / "testing.md").read_text()
+    [(hosts, job)] = re.findall(r"```console\n(ip netns.*?)```.*?```console\n(.*?)```", page, re.S)
+    (folder / "train.py").write_text(
+        "import phalanx\nwith phalanx.init() as job:\n    job.print(job.describe())\n"
+    )
+    launcher = f'phalanx() {{ {shlex.join(PHALANX)} "$@"; }}\n'
+    runs = launcher + job.replace("phalanx run", shlex.join([*PHALANX, "run"])) + "wait\n"
+    ends = "trap 'ip netns delete host-a; ip netns delete host-b' EXIT\n"
+    shell = subprocess.Popen(
+        ["bash", "-e", "-c", ends + hosts + runs],
+        cwd=folder,
+        env=ENVIRON,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    [(code, out, err)] = finish(shell)
+    assert code == 0, out + err
+    assert "4 ranks on 2 hosts (2 each): shared memory inside a host, TCP between" in out
+    assert "TLS 1.3" in out
+
+
 def test_pods_go_on_from_the_volume_when_one_has_died(network: Network) -> None:
     from pods import Pods
 
