@@ -16,6 +16,7 @@ from raw_peer import WORLD, message, rank_0_and_a_raw_peer
 
 import phalanx
 from phalanx import CollectiveTimeoutError, MisuseError, PeerLostError, SizeMismatchError
+from phalanx.transport import crowding
 from phalanx.transport.tcp import connection
 from phalanx.wire.control import FailureNotice
 from phalanx.wire.frame import HEADER_SIZE, MAX_PAYLOAD, Channel, Kind, pack_header
@@ -340,7 +341,7 @@ def test_the_kernel_sizes_the_send_buffer_while_cores_are_short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What a peer reads in one turn on a core is then more than the buffer of other times."""
-    monkeypatch.setattr(connection, "CROWDED_EVERY", 0.0)
+    monkeypatch.setattr(crowding, "EVERY", 0.0)
     with rank_0_and_a_raw_peer() as (backend, peer):
         sock = backend._transport.mesh.connections[1].sock
         try:
@@ -349,9 +350,29 @@ def test_the_kernel_sizes_the_send_buffer_while_cores_are_short(
             pytest.skip("the kernel has no SO_BUF_LOCK")
         sizes = []
         for crowded in (False, True, False):
-            monkeypatch.setattr(connection, "is_crowded", partial(bool, crowded))
+            monkeypatch.setattr(crowding, "is_crowded", partial(bool, crowded))
             sent = phalanx.isend(torch.zeros(64 << 20, dtype=torch.uint8), backend, 1)
             while not sent.done():  # which moves what the socket takes
                 peer.sock.recv(1 << 20)
             sizes.append(sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF))
         assert sizes[0] == sizes[2] < sizes[1]
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+def test_a_rank_that_waits_polls_only_while_there_are_cores(
+    crowded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crowding, "is_crowded", lambda: crowded)
+    spins: list[float] = []
+    with rank_0_and_a_raw_peer() as (backend, _):
+        backend._transport.spin = 0.01
+        turn = backend._transport.reactor.turn
+
+        def recorded(seconds: float, lock: threading.RLock, spin: float = 0.0) -> None:
+            spins.append(spin)
+            turn(seconds, lock, spin)
+
+        monkeypatch.setattr(backend._transport.reactor, "turn", recorded)
+        with pytest.raises(CollectiveTimeoutError):
+            backend.recv(bytearray(1), 1, timeout=0.1)
+    assert (0.01 in spins) is not crowded

@@ -29,7 +29,7 @@ from phalanx.core.failure import Failure
 from phalanx.core.matching import IncomingMessage
 from phalanx.core.posted import PostedSend
 from phalanx.core.transport import HostMemory, Ring
-from phalanx.transport.crowding import is_crowded
+from phalanx.transport.crowding import Crowding
 from phalanx.transport.tcp.admission import HUNG_UP
 from phalanx.transport.tcp.loop import READ, WRITE, Reactor
 from phalanx.transport.tcp.tls import INSTALL, Tls, TlsSocket
@@ -76,7 +76,6 @@ OPTIONS: tuple[Option, ...] = (
 SO_BUF_LOCK = 72
 SMALL_BUFFER: Option = (socket.SOL_SOCKET, socket.SO_SNDBUF, 256 << 10)
 BUFFER_OF_THE_KERNEL: Option = (socket.SOL_SOCKET, SO_BUF_LOCK, 0)
-CROWDED_EVERY = 0.002  # seconds between looks whether cores are short
 INSIDE_A_HOST: tuple[Option, ...] = (
     (socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno"),
     SMALL_BUFFER,
@@ -116,6 +115,7 @@ class Mesh:
     ) -> None:
         self.engine = engine
         self.reactor = Reactor()
+        self.crowding = Crowding()
         self.identity = identity
         self.rank, self.world_size = identity.rank, identity.world_size
         self.label, self.callers = f"rank {identity.rank}", identity.world_size
@@ -260,7 +260,6 @@ class Connection:
     def __init__(self, mesh: Mesh, peer: int, sock: socket.socket) -> None:
         self._sizes_buffer = set_options(sock)
         self._crowded = False
-        self._crowded_known_until = 0.0
         self.mesh = mesh
         self.peer = peer
         self.sock = sock
@@ -390,11 +389,7 @@ class Connection:
 
     def _size_buffer(self) -> None:
         """Keep the send buffer small, or have the kernel size it while cores are short."""
-        now = self.mesh.engine.now()
-        if now < self._crowded_known_until:
-            return
-        self._crowded_known_until = now + CROWDED_EVERY
-        crowded = is_crowded()
+        crowded = self.mesh.crowding.at(self.mesh.engine.now())
         if crowded is not self._crowded:
             self._crowded = crowded
             with suppress(OSError):

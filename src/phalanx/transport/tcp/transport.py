@@ -55,7 +55,8 @@ class TcpTransport(Transport):
     first_look     seconds that a work is waited for before its deadline is checked
     expiry_check   seconds between checks of the deadlines of works nobody waits for
     spin           seconds that a thread polls before it sleeps: being woken takes longer than most
-                   small messages. Only where no other rank needs its processor
+                   small messages. Only where no other rank needs its processor, and not while
+                   cores are short: the peer may wait for this one
     """
 
     def __init__(
@@ -183,7 +184,8 @@ class TcpTransport(Transport):
                     self.glance(now())  # a look at all sockets would take longer than most steps
                     engine.run_ready()
                 elif self._driver is None:
-                    self.drive(lambda: until.over, now() + left, spin=self.spin)
+                    spin = 0.0 if self.spin and self.mesh.crowding.at(now()) else self.spin
+                    self.drive(lambda: until.over, now() + left, spin=spin)
                 else:
                     self._condition.wait(min(left, LONGEST_WAIT))
                 if not until.over:
