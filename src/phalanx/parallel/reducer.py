@@ -37,11 +37,12 @@ from phalanx.parallel.averaging import (
 from phalanx.parallel.guards import AVERAGING, UNANSWERED, DriftCheck, FiniteCheck, explain, refuse
 from phalanx.parallel.joined_step import InStep
 from phalanx.parallel.owners import OwnedGradients
-from phalanx.parallel.uneven import Join, JoinPhase, check_no_step
+from phalanx.parallel.uneven import OPEN_STEPS, Join, JoinPhase, check_no_step
 from phalanx.parallel.wrapper import WrapperHook
 from phalanx.torch_internals import (
     accumulates_everywhere,
     at_end_of_backward,
+    disable_dynamo,
     inside_backward,
     post_accumulate_hooks,
     pytree,
@@ -102,7 +103,7 @@ class Reducer:
                 problem = f"another DDP averages the gradients of {name} already; "
                 refuse("DDP", backend.rank, problem + "delete that one first")
         self._put_hooks()
-        self._averaged = self._built = self._to_average()
+        self._averaged = self._built = tuple(p.requires_grad for p in self._names)
         self._make_buckets()
 
     def _put_hooks(self) -> None:
@@ -114,10 +115,6 @@ class Reducer:
             handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             weakref.finalize(self, handle.remove)  # so that the module may be wrapped again
             self._without_hook.remove(parameter)
-
-    def _to_average(self) -> tuple[bool, ...]:
-        """Return for each parameter whether the pass that begins averages its gradient."""
-        return tuple(p.requires_grad or p in self._unsynchronized for p in self._names)
 
     def _make_buckets(self) -> None:
         """Make buckets of the parameters that are averaged. Nothing is sent."""
@@ -160,7 +157,8 @@ class Reducer:
 
     def begin_forward(self) -> None:
         """Begin anew: forget a backward pass that an error cut short."""
-        self._put_hooks()
+        if self._without_hook:
+            self._put_hooks()
         filled = any(len(bucket.pending) < len(bucket.views) for bucket in self._buckets)
         self._failed += self._open or filled
         self._callback_queued = self._open = self.zero_weight = False
@@ -177,20 +175,22 @@ class Reducer:
             raise
         self._averaging.end_pass(self._buckets, skipped=True)
 
-    def watch(self, outputs: Any, *, recomputed: bool) -> None:
-        """Let the backward pass from these outputs end with averaged gradients.
+    @disable_dynamo()
+    def watch(self, outputs: Any) -> Any:
+        """Let the backward pass from these outputs end with averaged gradients. Return them.
 
         A hook on the outputs queues the callback, so that it belongs to the outermost backward
         pass, also when activation checkpointing runs others inside it.
-
-        recomputed   whether a checkpoint runs this forward pass again
         """
+        if not torch.is_grad_enabled():
+            return outputs
         leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
         nodes = {leaf.grad_fn for leaf in leaves} - {None}
         for node in nodes:
             node.register_prehook(self._output_gradients_ready)  # type: ignore[union-attr]
-        if nodes and self.synchronize and not recomputed:
+        if nodes and self.synchronize and not inside_backward():  # not if a checkpoint repeats it
             self.unanswered += 1
+        return outputs
 
     def check_complete(self, parameters: dict[str, nn.Parameter]) -> None:
         """Refuse to train parameters that came after DDP was built."""
@@ -206,7 +206,7 @@ class Reducer:
     def _output_gradients_ready(self, grads: tuple[Tensor | None, ...]) -> Any:
         # A pass for chosen tensors (autograd.grad, inputs=) averages if a parameter is among them:
         # its hook begins. There is no reentrant checkpointing in it, for which that is too late.
-        if not self._callback_queued:
+        if self._owned.rank_of and not self._callback_queued:
             self._owned.begin_pass(self._unsynchronized)
             join = self.join
             ranks_left = isinstance(join, InStep) and len(join.active) < self._backend.world_size
@@ -233,12 +233,14 @@ class Reducer:
             self._follow_freezing()
             if self.join is not None:
                 self.join.exchange(phase, count=int(bool(self._owned.earlier)))
-            else:
+            elif OPEN_STEPS:
                 check_no_step("DDP", self._backend)
 
     def _follow_freezing(self) -> None:
         """Average the parameters trained now in this pass; the labels tell ranks that differ."""
-        if (averaged := self._to_average()) != self._averaged:
+        waiting = self._unsynchronized
+        averaged = tuple(p.requires_grad or p in waiting for p in self._names)
+        if averaged != self._averaged:
             for parameter, name in self._names.items():
                 if parameter.requires_grad and self._averaging.compressor is not None:
                     check_floating(parameter, f"rank {self._backend.rank}: DDP: {name}")
@@ -353,20 +355,22 @@ class Reducer:
             self._passes += 1
             divisor = join.divisor if join is not None else world
             self._finish_buckets(world / divisor)
-            averaged = [*self._buckets, *self._average_rows(divisor)]
+            averaged = [*self._buckets, *(self._average_rows(divisor) if self._rows else ())]
             self._open = False
             self._unsynchronized.clear()
             if self._find_unused:
                 self._drop_unused(unused)
             skipped = self._finite is not None and self._finite.agree(averaged)
-            self._averaging.end_pass(averaged, skipped=skipped)
+            if self._averaging.compressor is not None:
+                self._averaging.end_pass(averaged, skipped=skipped)
         except DistributedError as error:
             self._explain(error)
             raise
         if skipped:
             for parameter in self._trained:
                 parameter.grad = None
-        self._owned.end_pass(self._buckets)
+        if self._owned.rank_of:
+            self._owned.end_pass(self._buckets)
         if self._drift is not None:
             self._drift.pass_is_over(join.active if join is not None else list(range(world)))
         if phase is JoinPhase.BACKWARD and self._arrivals is not None:
@@ -387,7 +391,8 @@ class Reducer:
         started, self._started = self._started, []
         for bucket in self._buckets:
             bucket.pending.update(bucket.views)
-            bucket.join()
+            if bucket.pieces:
+                bucket.join()
         self._averaging.finish(started)
         if scale != 1:
             for bucket in self._buckets[: len(started)]:
