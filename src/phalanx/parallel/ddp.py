@@ -35,7 +35,7 @@ from phalanx.parallel.joined_step import AveragingWrapper, InStep, Scaled, check
 from phalanx.parallel.reducer import Reducer
 from phalanx.parallel.uneven import Join, JoinPhase
 from phalanx.parallel.wrapper import claim
-from phalanx.torch_internals import disable_dynamo, inside_backward
+from phalanx.torch_internals import backward_number, disable_dynamo
 
 
 class DDP(AveragingWrapper):
@@ -174,7 +174,7 @@ class DDP(AveragingWrapper):
 
     @disable_dynamo()  # torch.compile runs it as it is, and compiles the module's forward
     def _begin_forward(self) -> None:
-        if inside_backward():  # by activation checkpointing: nothing begins then
+        if backward_number() >= 0:  # by activation checkpointing: nothing begins then
             return
         reducer = self._reducer
         reducer.begin_forward()

@@ -42,8 +42,8 @@ from phalanx.parallel.wrapper import WrapperHook
 from phalanx.torch_internals import (
     accumulates_everywhere,
     at_end_of_backward,
+    backward_number,
     disable_dynamo,
-    inside_backward,
     post_accumulate_hooks,
     pytree,
 )
@@ -188,7 +188,7 @@ class Reducer:
         nodes = {leaf.grad_fn for leaf in leaves} - {None}
         for node in nodes:
             node.register_prehook(self._output_gradients_ready)  # type: ignore[union-attr]
-        if nodes and self.synchronize and not inside_backward():  # not if a checkpoint repeats it
+        if nodes and self.synchronize and backward_number() < 0:  # not if a checkpoint repeats it
             self.unanswered += 1
         return outputs
 
@@ -467,7 +467,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _check_step(optimizer: Optimizer, *_: object) -> None:
-    if not inside_backward():  # as ordinary steps are
+    if backward_number() < 0:  # as ordinary steps are
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
