@@ -14,11 +14,13 @@ this one's contribution to its own slice, which stays in the memory that autogra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from phalanx.collectives import (
     PendingCollective,
@@ -31,10 +33,10 @@ from phalanx.collectives import (
 from phalanx.collectives.layout import chunk_ranges
 from phalanx.collectives.pieces import Pieces, join
 from phalanx.collectives.reductions import (
-    async_all_reduce_pieces_,
     async_reduce_overwriting_,
     async_reduce_scatter_pieces,
 )
+from phalanx.collectives.resolve import TensorRequest
 from phalanx.compression import Compressor
 from phalanx.compression.compressor import (
     NO_RESIDUALS,
@@ -190,13 +192,13 @@ def broadcast_all_(
 class PendingAverage(NamedTuple):
     """An average that is under way.
 
-    rounds    of the compressor; None if there is no more to do than to wait
+    rounds    of the compressor; None if there is no more to do than to wait, whatever its result
     pending   the collective that the next round waits for
     shape     of the tensor that the rounds go on with
     """
 
     rounds: Rounds | None
-    pending: PendingCollective[Tensor]
+    pending: PendingCollective[Any]
     shape: torch.Size
     label: str
 
@@ -323,12 +325,15 @@ class GradientAveraging(RequestExecutor):
             return self._begin_reduce(flat, bucket.owner, label)
         if self.compressor is None:  # the way of most gradients: no other function in between
             self.bytes_sent += 2 * (self._member.parts - 1) * flat.nbytes // self._member.parts
-            pieces = Pieces(flat, tuple(sorted(bucket.pieces.items())))
-            bucket.pieces = {}
-            pending = async_all_reduce_pieces_(
-                pieces, self._backend, ReduceOp.MEAN, algorithm=self._algorithm, label=label
+            # Of the backend's own memory: not to be checked in each pass, as a user's tensor is.
+            shape, changed, op = flat.shape, partial(increment_version, flat), ReduceOp.MEAN
+            options = (self._algorithm, False, label, None)
+            request = TensorRequest(
+                self._backend, "all_reduce", shape, flat.dtype, flat, flat, changed, options, op
             )
-            return PendingAverage(None, pending, flat.shape, label)
+            request.elsewhere = tuple(sorted(bucket.pieces.items()))
+            bucket.pieces = {}
+            return PendingAverage(None, request.issue(), shape, label)
         names = [self._names[parameter] for parameter in bucket.views]
         named = GradientBucket(flat, names, [parameter.shape for parameter in bucket.views])
         return self.begin(self.compressor.average_(named, self._member, self._feedback), label)

@@ -135,8 +135,10 @@ class Reducer:
         self._buckets = []
         for run in sorted(runs, key=lambda run: place[run[-1]]) if owners else runs:
             owner = owners.get(run[0])
-            self._buckets.append(Bucket(run, self._backend, in_pieces=in_pieces and owner is None))
-            self._buckets[-1].owner = owner
+            bucket = Bucket(run, self._backend, in_pieces=in_pieces and owner is None)
+            self._backend.check_movable(bucket.flat, "DDP")
+            bucket.owner = owner
+            self._buckets.append(bucket)
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.views}
 
     @property
