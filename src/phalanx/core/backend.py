@@ -25,8 +25,7 @@ from phalanx.core.counters import Counts, Progress
 from phalanx.core.device import device_of
 from phalanx.core.engine import Engine
 from phalanx.core.failure import Failure
-from phalanx.core.group import Group
-from phalanx.core.inline import ASYNCHRONOUS, BLOCKING, Spin, run_inline
+from phalanx.core.group import ASYNCHRONOUS, BLOCKING, Group, Spin
 from phalanx.core.posted import Combine
 from phalanx.core.shared_group import SharedGroup
 from phalanx.core.steps import (
@@ -82,6 +81,8 @@ class Backend:
     shares_memory  whether all ranks of the group share it, so that collectives are done there
     seconds_waiting  the time that calls of this backend have spent blocked, summed; those of groups
                  that were made of it, too
+    progress     the program's log of its steps, for those who watch the job: `log(step, loss=...)`;
+                 the same for all groups of a rank
 
     A world over a transport of your own is made of an `Engine` that has it, as in
     `examples/own_backend.py`.
@@ -101,6 +102,7 @@ class Backend:
             group = Group(engine, WORLD_ID, tuple(range(engine.world_size)))
         self.engine = engine
         self.group = group
+        self.progress: Progress = engine.progress
         self.rank = group.rank
         self.world_size = group.size
         self.ranks = group.ranks
@@ -150,14 +152,6 @@ class Backend:
         an operation some microseconds. `Counts` says what is counted.
         """
         return self.engine.count()
-
-    @property
-    def progress(self) -> Progress:
-        """The program's log of its steps, for those who watch the job: `log(step, loss=...)`.
-
-        The same for all groups of a rank.
-        """
-        return self.engine.progress
 
     @property
     def local_rank(self) -> int:
@@ -454,7 +448,7 @@ class Backend:
     ) -> Work[T] | Call:
         """Begin a collective. Return the call alone if it is over already, else a work.
 
-        If nothing is in the way, the caller carries out its steps itself (`inline.py`).
+        If nothing is in the way, the caller carries out its steps itself (`Group.run_inline`).
         """
         seconds = self.timeout if timeout is None else check_timeout(timeout)
         group, engine, site = self.group, self.engine, call_site()
@@ -463,14 +457,10 @@ class Backend:
             if spin is BLOCKING:
                 engine.transport.glance(now)
             try:
-                is_free = group.is_free()
                 call = group.checker.next_call(name, signature, fingerprint, site, now, seconds)
-                steps = iter(program)
-                if is_free:
-                    rest = run_inline(group, call, steps, spin)
-                    if rest is None:
-                        return call
-                    steps = rest
+                steps = group.run_inline(call, iter(program), spin)
+                if steps is None:
+                    return call
                 channel = Channel(group.id, Kind.COLLECTIVE, call.sequence)
                 work = Work(group, call, channel, steps, buffers, combine=combine, result=result)
                 work.step = call.step  # it has begun

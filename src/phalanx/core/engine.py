@@ -249,17 +249,6 @@ class Engine:
             except Exception:
                 log.exception("rank %d: a callback of %s failed", self.rank, work.describe())
 
-    def ended(self, work: Work[Any]) -> None:
-        """Take a work as over. Lock held."""
-        self.polled.pop(work, None)
-        if self.watchdog.queries:
-            self.watchdog.forget(work)
-        if self.counters is not None:
-            self.counters.ended(work.call)
-        if self.trace is not None:
-            self.trace.ended(work, self.watchdog.awaited_since(work))
-        self.transport.wake(work)
-
     def count(self) -> Counts:
         """Return the numbers of this rank. With the first call, counting begins."""
         with self.lock:

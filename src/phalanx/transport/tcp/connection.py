@@ -465,11 +465,12 @@ class Connection:
         """Read again: a receive was posted, so there may be room for a message that was refused."""
         if self._owed:
             self._pay(self._arrival)
-        if self.paused:
+        decoder = self._decoder
+        if decoder.paused:
             self._watch(self._events | READ)
             try:
-                self._decoder.received(0)
-                if not self._decoder.paused:
+                decoder.received(0)
+                if not decoder.paused:
                     self._tell_room()
             except FrameError as error:
                 self.mesh.link_broke(self, str(error))
