@@ -8,6 +8,7 @@ of a flag, `run_ahead.py` the use of slots).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from os import cpu_count, sched_yield
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -17,7 +18,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from phalanx.core.shared_group import (
-    Descriptors,
     Location,
     Places,
     Region,
@@ -78,6 +78,7 @@ class ControlBlock(SharedGroup):
         self.place = ranks.index(rank)
         self.size = len(ranks)
         self.run_ahead = RunAhead()
+        self.epoch = partial(ShmEpoch, self)
         self.met = 0
         self.late: memoryview | None = None
         self._domain = domain
@@ -114,17 +115,6 @@ class ControlBlock(SharedGroup):
         if step is not None:
             yield step
         yield ShmEpoch(self, first=True)
-
-    @override
-    def epoch(
-        self,
-        *,
-        first: bool = False,
-        last: bool = False,
-        shown: Descriptors | None = None,
-        places: Places = None,
-    ) -> Step:
-        return ShmEpoch(self, first, last, shown, places)
 
     # Slots and staging memory -----------------------------------------------------------------
 
@@ -213,14 +203,12 @@ class ControlBlock(SharedGroup):
         return self._domain.running() > self._cores
 
     @override
-    def given(self, place: int) -> Region | None:
-        return self.peer(place).region(GIVEN[self.run_ahead.turn])
-
-    @override
-    def result(self, place: int) -> Region:
-        region = self.peer(place).region(RESULT[self.run_ahead.turn])
-        assert region is not None
-        return region
+    def shown(self, place: int) -> tuple[Region, Region] | None:
+        slot, turn = self.slots_of[place], self.run_ahead.turn
+        assert slot is not None
+        if not slot.words[GIVEN[turn]]:
+            return None
+        return slot.region(GIVEN[turn]), slot.region(RESULT[turn])
 
     @override
     def scratch(self, size: int) -> int:
@@ -244,7 +232,7 @@ class ControlBlock(SharedGroup):
     def spin(self, value: int, places: Places, seconds: float = PATIENCE) -> bool:
         """Spin a short while until these have arrived at an epoch; False if they have not.
 
-        For so many seconds at most; for less where it does not pay.
+        For so many seconds at most, which may be 0; for less where it does not pay.
         """
         flags = self._flags.get(places)
         if flags is None:
@@ -254,6 +242,8 @@ class ControlBlock(SharedGroup):
         for words in flags:
             if words[FLAG] < value:
                 self.late = words
+                if not seconds:
+                    return False
                 for _ in range(QUICK if self._patience else 0):
                     if words[FLAG] >= value:
                         break

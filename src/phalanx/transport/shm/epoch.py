@@ -45,7 +45,7 @@ class FlagWait(Step):
     @override
     def ready(self, *, spin: float = 0.0) -> bool:
         control, value = self.control, self.value
-        if not (control.spin(value, self.places, spin) if spin else not self.waits_for()):
+        if not control.spin(value, self.places, spin):
             return False
         if self.places is None and value > control.met:
             control.met = value
@@ -144,10 +144,8 @@ class ShmEpoch(FlagWait):
 
     @override
     def ready(self, *, spin: float = 0.0) -> bool:
-        """Return whether they have arrived; if asked to spin, with the same rolling hash, too."""
+        """Return whether they have arrived, with the same rolling hash."""
         control, value = self.control, self.value
-        if not spin:
-            return super().ready()
         if not control.spin(value, self.places, spin):
             return False
         if self.places is None:

@@ -56,18 +56,14 @@ class PeerSlot:
     @property
     def stage_address(self) -> int:
         """Return the address of its staging memory in this process."""
-        return self._address(STAGED)
+        return self._segments[self.words[STAGED] - 1].start + self.words[STAGED + 1]
 
-    def region(self, word: int) -> Region | None:
-        """Return the place of the memory in this word and the next one; None: it shows none."""
-        if not self.words[word]:
-            return None
-        if self.words[word] <= ORDINARY:
-            return self._address(word), None
-        return self.words[word + 1], self.peer
-
-    def _address(self, word: int) -> int:
-        return self._segments[self.words[word] - 1].start + self.words[word + 1]
+    def region(self, word: int) -> Region:
+        """Return the place of the memory that it shows in this word and the next one."""
+        segment, offset = self.words[word], self.words[word + 1]
+        if segment > ORDINARY:
+            return offset, self.peer
+        return self._segments[segment - 1].start + offset, None
 
 
 def peer_slot(peer: LocalPeer, group: int) -> PeerSlot | None:

@@ -465,12 +465,11 @@ class Connection:
         """Read again: a receive was posted, so there may be room for a message that was refused."""
         if self._owed:
             self._pay(self._arrival)
-        decoder = self._decoder
-        if decoder.paused:
+        if self._decoder.paused:
             self._watch(self._events | READ)
             try:
-                decoder.received(0)
-                if not decoder.paused:
+                self._decoder.received(0)
+                if not self.paused:
                     self._tell_room()
             except FrameError as error:
                 self.mesh.link_broke(self, str(error))
