@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from phalanx import DDP, Backend
 from phalanx.collectives.shm import plan
-from phalanx.parallel import averaging
+from phalanx.parallel import reducer
 
 RANKS = 3
 
@@ -21,7 +21,7 @@ RANKS = 3
 def buckets_are(request: pytest.FixtureRequest) -> Iterator[None]:
     """They take the way of small, or of large tensors."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(averaging, "LARGE", 0)
+        patch.setattr(reducer, "LARGE", 0)
         if request.param == "large":
             patch.setattr(plan, "THRESHOLDS", plan.Thresholds(small=0, block=256))
         yield
@@ -71,7 +71,7 @@ def test_a_gradient_is_copied_but_for_this_ranks_slice_of_the_bucket() -> None:
 
     def run(backend: Backend) -> tuple[list[float], dict[int, list[float]]]:
         tensors = [torch.zeros(5, requires_grad=True), torch.zeros(7, requires_grad=True)]
-        bucket = averaging.Bucket(tensors, backend, in_pieces=True)
+        bucket = reducer.BackwardBucket(tensors, backend, in_pieces=True)
         bucket.flat.fill_(-1)
         for tensor in tensors:
             tensor.grad = torch.arange(1.0, 1 + tensor.numel())

@@ -30,8 +30,7 @@ from phalanx.collectives import (
     async_all_to_all,
     broadcast_,
 )
-from phalanx.collectives.layout import chunk_ranges
-from phalanx.collectives.pieces import Pieces, join
+from phalanx.collectives.pieces import Pieces
 from phalanx.collectives.reductions import (
     async_reduce_overwriting_,
     async_reduce_scatter_pieces,
@@ -52,7 +51,6 @@ from phalanx.compression.compressor import (
 )
 from phalanx.core.backend import Backend
 from phalanx.errors import UnsupportedOperationError
-from phalanx.parallel.gradient_parts import GradientPart, mark_part
 
 MESSAGE = 25 << 20  # bytes that are sent as one message, if nothing else is asked for
 LARGE = 1 << 20  # bytes from which on it pays to leave this rank's own slice in pieces
@@ -66,56 +64,23 @@ def weigh_(tensor: Tensor, factor: float) -> Tensor:
 class Bucket:
     """Flat memory for tensors of the sizes of some others, such as gradients; of one dtype.
 
-    in_pieces   whether `put` leaves this rank's own slice, which nobody else reads, in place
-    owner       the rank that gets the mean alone; None: all ranks get it
-    views       for each tensor its place in `flat`, in its shape
-    pieces      of values not in `flat` yet: the first element of their place, and the values
-    pending     the parameters whose gradients have not come in this pass
+    views    for each tensor its place in `flat`, in its shape
+    pieces   of values not in `flat` yet: the first element of their place, and the values
+    owner    the rank that gets the mean alone; None: all ranks get it
     """
 
+    pieces: Mapping[int, Tensor] = MappingProxyType({})
     owner: int | None = None
 
-    def __init__(
-        self, tensors: Sequence[Tensor], backend: Backend, *, in_pieces: bool = False
-    ) -> None:
+    def __init__(self, tensors: Sequence[Tensor], backend: Backend) -> None:
         count, first = sum(tensor.numel() for tensor in tensors), tensors[0]
         self.flat = backend.empty(count, dtype=first.dtype, device=first.device)
         self.views: dict[Tensor, Tensor] = {}
-        self.pieces: dict[int, Tensor] = {}
-        in_pieces = in_pieces and self.flat.nbytes >= LARGE and self.flat.is_cpu
-        self._own = chunk_ranges(count, backend.world_size)[backend.rank] if in_pieces else (0, 0)
-        self._starts: dict[Tensor, int] = {}
         start = 0
         for tensor in tensors:
             stop = start + tensor.numel()
             self.views[tensor] = self.flat[start:stop].view(tensor.shape)
-            self._starts[tensor] = start
             start = stop
-        self.pending = set(tensors)
-
-    def put(self, parameter: Tensor) -> None:
-        """Make a parameter's complete gradient (None are zeros) a view of the bucket."""
-        grad, view, start = parameter.grad, self.views[parameter], self._starts[parameter]
-        low, high = self._own
-        first, last = max(low - start, 0), min(high - start, view.numel())  # of its elements
-        if first < last:
-            self.pieces.pop(start + first, None)
-        if grad is None:
-            view.zero_()
-        elif grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
-            values = grad.detach()  # it has a graph after backward(create_graph=True)
-            if first < last and values.is_contiguous():
-                self.pieces[start + first] = copy_others_part(view, values, first, last)
-            else:
-                view.copy_(values)
-        parameter.grad = view
-        if type(grad) is GradientPart:
-            mark_part(parameter)
-
-    def join(self) -> None:
-        """Copy the pieces to `flat`, of a pass that was cut short."""
-        join(self.flat, tuple(self.pieces.items()))
-        self.pieces = {}
 
 
 def copy_others_part(place: Tensor, values: Tensor, first: int, last: int) -> Tensor:

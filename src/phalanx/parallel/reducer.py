@@ -13,7 +13,7 @@ gradients arrived on rank 0.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NoReturn
 
 import torch
@@ -23,17 +23,22 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from xxhash import xxh3_64_hexdigest
 
 from phalanx.collectives import ReduceOp, all_reduce_, broadcast
+from phalanx.collectives.layout import chunk_ranges, ranges_of
+from phalanx.collectives.pieces import join
 from phalanx.compression.compressor import check_floating
 from phalanx.core.backend import Backend
 from phalanx.errors import DistributedError, MisuseError, UnsupportedOperationError
 from phalanx.parallel.averaging import (
+    LARGE,
     Bucket,
     GradientAveraging,
     PendingAverage,
     RowGradient,
     average_rows_,
     batches,
+    copy_others_part,
 )
+from phalanx.parallel.gradient_parts import GradientPart, mark_part
 from phalanx.parallel.guards import AVERAGING, UNANSWERED, DriftCheck, FiniteCheck, explain, refuse
 from phalanx.parallel.joined_step import InStep
 from phalanx.parallel.owners import OwnedGradients
@@ -132,13 +137,10 @@ class Reducer:
         place = {p: at for at, p in enumerate(self._order)}
         size = self._bucket_size // (self._backend.world_size if owners else 1)  # as many are open
         runs = batches((p for p in place if p in in_buckets), size, owners)
-        self._buckets = []
+        self._buckets: list[BackwardBucket] = []
         for run in sorted(runs, key=lambda run: place[run[-1]]) if owners else runs:
             owner = owners.get(run[0])
-            bucket = Bucket(run, self._backend, in_pieces=in_pieces and owner is None)
-            self._backend.check_movable(bucket.flat, "DDP")
-            bucket.owner = owner
-            self._buckets.append(bucket)
+            self._buckets.append(BackwardBucket(run, self._backend, owner, in_pieces=in_pieces))
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.views}
 
     @property
@@ -462,6 +464,62 @@ class Reducer:
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return ", ".join(names[:NAMES_SHOWN]) + more
+
+
+# ------------------------------------------------------------------------------
+# A bucket that a backward pass fills.
+
+
+class BackwardBucket(Bucket):
+    """A bucket of gradients, which a backward pass brings one by one.
+
+    in_pieces   whether `put` leaves this rank's own slice, which nobody else reads, in place
+    pending     the parameters whose gradients have not come in this pass
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        backend: Backend,
+        owner: int | None = None,
+        *,
+        in_pieces: bool,
+    ) -> None:
+        super().__init__(parameters, backend)
+        flat = self.flat
+        backend.check_movable(flat, "DDP")
+        self.owner = owner
+        self.pieces: dict[int, Tensor] = {}
+        self.pending = set(parameters)
+        in_pieces = in_pieces and owner is None and flat.nbytes >= LARGE and flat.is_cpu
+        slices = chunk_ranges(flat.numel(), backend.world_size)
+        self._own = slices[backend.rank] if in_pieces else (0, 0)
+        places = ranges_of([parameter.numel() for parameter in parameters])
+        self._starts = {p: start for p, (start, _) in zip(parameters, places, strict=True)}
+
+    def put(self, parameter: Tensor) -> None:
+        """Make a parameter's complete gradient (None are zeros) a view of the bucket."""
+        grad, view, start = parameter.grad, self.views[parameter], self._starts[parameter]
+        low, high = self._own
+        first, last = max(low - start, 0), min(high - start, view.numel())  # of its elements
+        if first < last:
+            self.pieces.pop(start + first, None)
+        if grad is None:
+            view.zero_()
+        elif grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
+            values = grad.detach()  # it has a graph after backward(create_graph=True)
+            if first < last and values.is_contiguous():
+                self.pieces[start + first] = copy_others_part(view, values, first, last)
+            else:
+                view.copy_(values)
+        parameter.grad = view
+        if type(grad) is GradientPart:
+            mark_part(parameter)
+
+    def join(self) -> None:
+        """Copy the pieces to `flat`, of a pass that was cut short."""
+        join(self.flat, tuple(self.pieces.items()))
+        self.pieces = {}
 
 
 # ------------------------------------------------------------------------------
