@@ -149,7 +149,8 @@ class Engine:
                 self.check_reachable(work, receive.peer)
             # Also if done: there is room again for what comes next.
             for peer in work.group.ranks if receive.peer == ANY else (receive.peer,):
-                transport.room(peer)
+                if peer in transport.refused:
+                    transport.room(peer)
         posted.posted = True
         return posted.left == 0
 

@@ -93,6 +93,7 @@ class Mesh:
     token       the job's secret; without one only callers of this host are let in
     tls         the TLS settings for peers on other hosts
     host        the host's name, if it is given; "": the machine decides
+    refused     the peers whose connection is to be told of room: `resume`
     domain      the memory that this rank shows to others of its host, if any
     addresses   the listening address of each rank, once known: before, the rendezvous judges the
                 end of a connection (`gone`, by rank) and word of a failure (`told`)
@@ -114,6 +115,7 @@ class Mesh:
         self.token = token
         self.tls = tls or Tls(token)
         self.connections: dict[int, Connection] = {}
+        self.refused: set[int] = set()
         self.addresses: dict[int, Address] = {}
         self.gone: dict[int, str] = {}
         self.told: Failure | None = None
@@ -473,6 +475,8 @@ class Connection:
                     self._tell_room()
             except FrameError as error:
                 self.mesh.link_broke(self, str(error))
+        if not (self._owed or self.paused):
+            self.mesh.refused.discard(self.peer)
 
     def _tell_room(self) -> None:
         """Tell the peer that there is no room for its messages, or that there is again."""
@@ -492,7 +496,10 @@ class Connection:
                 or arrival.total != header.total
             ):
                 raise FrameError("a frame that continues no message")
-            return (always or matching.has_room(arrival, peer, header.length)) and arrival
+            if always or matching.has_room(arrival, peer, header.length):
+                return arrival
+            self.mesh.refused.add(peer)
+            return False
         if arrival is not None and arrival.filled < arrival.total:
             raise FrameError("a message begins inside another one")
         if not (
@@ -500,6 +507,7 @@ class Connection:
             or matching.is_wanted(channel, peer)
             or matching.has_room(None, peer, header.length)
         ):
+            self.mesh.refused.add(peer)
             return False
         if whole is not None:
             matching.deliver(channel, peer, whole, header.fingerprint)
@@ -572,14 +580,17 @@ class Connection:
         if self.mesh.engine.matching.has_room(arrival, self.peer, MAX_PAYLOAD):
             self._owed = 0
             ring.taken(owed)
-        elif owed < ring.pieces:
-            return
+        else:
+            self.mesh.refused.add(self.peer)
+            if owed < ring.pieces:
+                return
         if owed == ring.pieces:
             self._tell_room()
 
     def close(self) -> None:
         """Close the socket; messages in the send queue are dropped."""
         self.mesh.reactor.forget(self.sock)
+        self.mesh.refused.discard(self.peer)
         self.sock.close()
         if self.out is not None:
             self.out.give_up()
@@ -598,6 +609,7 @@ class TlsConnection(Connection):
 
     def __init__(self, mesh: Mesh, peer: int, sock: TlsSocket) -> None:
         super().__init__(mesh, peer, sock)
+        mesh.refused.add(peer)  # always: what TLS has left may have been left for want of room
         self._look_again()
 
     @override
@@ -608,6 +620,7 @@ class TlsConnection(Connection):
     @override
     def resume(self) -> None:
         super().resume()
+        self.mesh.refused.add(self.peer)
         if self._look_again():
             self.mesh.reactor.wake()  # another thread may sleep there
 
