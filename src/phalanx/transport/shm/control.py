@@ -205,9 +205,16 @@ class ControlBlock(SharedGroup):
     def shown(self, place: int) -> tuple[Region, Region] | None:
         slot, turn = self.slots_of[place], self.run_ahead.turn
         assert slot is not None
-        if not slot.words[GIVEN[turn]]:
+        words, entry = slot.words, (GIVEN[turn], RESULT[turn])
+        if not words[entry[0]]:
             return None
-        return slot.region(GIVEN[turn]), slot.region(RESULT[turn])
+        given, result = (
+            (offset, slot.peer)
+            if segment > ORDINARY
+            else (slot.segments[segment - 1].start + offset, None)
+            for segment, offset in [(words[word], words[word + 1]) for word in entry]
+        )
+        return given, result
 
     @override
     def scratch(self, size: int) -> int:
