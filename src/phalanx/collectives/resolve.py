@@ -114,8 +114,12 @@ class TensorRequest(Request[T]):
         plan, shm = resolved or remember(backend, kind, _resolve(self))
         steps: Iterable[Program] | None = None
         result, buffers, combine = self.result, NO_BUFFERS, None
-        source, in_shm = self.source, shm is not None and backend.native is None
-        if self.elsewhere and source is not None and not (in_shm and source.is_cpu):
+        source = self.source
+        if (
+            self.elsewhere
+            and source is not None
+            and not (shm is not None and backend.native is None and source.is_cpu)
+        ):
             join(source, self.elsewhere)  # else shared memory's plan reads the pieces in place
             self.elsewhere = ()
         if backend.native is not None and algorithm == "auto" and not reproducible:

@@ -58,25 +58,6 @@ class Descriptors(NamedTuple):
     result: Location
 
 
-class MakeEpoch(Protocol):
-    """Makes the step that arrives at an epoch, and waits for the members at these places.
-
-    first   whether a collective begins with it: members compare rolling hashes
-    last    whether it ends one in which members' own tensors were read: a member that has given
-            up, and may have written its tensors, then counts as absent
-    shown   with `first`: places of this rank's tensors; None: it has copied its input
-    """
-
-    def __call__(
-        self,
-        *,
-        first: bool = False,
-        last: bool = False,
-        shown: Descriptors | None = None,
-        places: Places = None,
-    ) -> Step: ...
-
-
 class SharedGroup(Protocol):
     """One rank's view of the memory that members share.
 
@@ -98,7 +79,6 @@ class SharedGroup(Protocol):
     part_size: int
     is_readable: bool
     share_of_cores: int
-    epoch: MakeEpoch
 
     def is_crowded(self) -> bool:
         """Return whether more threads than cores of this host want to compute, at this moment."""
@@ -108,6 +88,23 @@ class SharedGroup(Protocol):
 
     def barrier(self) -> Iterable[Step]:
         """Return the steps of a barrier of the members."""
+        ...
+
+    def epoch(
+        self,
+        *,
+        first: bool = False,
+        last: bool = False,
+        shown: Descriptors | None = None,
+        places: Places = None,
+    ) -> Step:
+        """Return the step that arrives at an epoch, and waits for the members at these places.
+
+        first   whether a collective begins with it: members compare rolling hashes
+        last    whether it ends one in which members' own tensors were read: a member that has given
+                up, and may have written its tensors, then counts as absent
+        shown   with `first`: places of this rank's tensors; None: it has copied its input
+        """
         ...
 
     # Slots

@@ -8,7 +8,6 @@ of a flag, `run_ahead.py` the use of slots).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from os import cpu_count
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from phalanx.core.shared_group import (
+    Descriptors,
     Location,
     Places,
     Region,
@@ -77,7 +77,6 @@ class ControlBlock(SharedGroup):
         self.place = ranks.index(rank)
         self.size = len(ranks)
         self.run_ahead = RunAhead()
-        self.epoch = partial(ShmEpoch, self)
         self.met = 0
         self.late: memoryview | None = None
         self._domain = domain
@@ -114,6 +113,17 @@ class ControlBlock(SharedGroup):
         if step is not None:
             yield step
         yield ShmEpoch(self, first=True)
+
+    @override
+    def epoch(
+        self,
+        *,
+        first: bool = False,
+        last: bool = False,
+        shown: Descriptors | None = None,
+        places: Places = None,
+    ) -> Step:
+        return ShmEpoch(self, first, last, shown, places)
 
     # Slots and staging memory -----------------------------------------------------------------
 

@@ -50,6 +50,9 @@ class FlagWait(Step):
 
     @override
     def ready(self, *, spin: float = 0.0) -> bool:
+        return self.have_come(spin)
+
+    def have_come(self, spin: float) -> bool:
         """Return whether they have. It spins for less than it may where that does not pay."""
         control, value, places = self.control, self.value, self.places
         flags = control.flags.get(places)
@@ -83,7 +86,7 @@ class FlagWait(Step):
 
         Does not spin if another rank needs the core.
         """
-        return self.control.share_of_cores > 0 and FlagWait.ready(self, spin=PATIENCE)
+        return self.control.share_of_cores > 0 and self.have_come(PATIENCE)
 
     @override
     def waits_for(self) -> list[int]:
@@ -171,7 +174,7 @@ class ShmEpoch(FlagWait):
     @override
     def ready(self, *, spin: float = 0.0) -> bool:
         """Return whether they have arrived, with the same rolling hash."""
-        if not super().ready(spin=spin):
+        if not self.have_come(spin):
             return False
         if self._last and self.control.broken(self.value):
             return False
