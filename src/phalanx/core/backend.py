@@ -79,8 +79,6 @@ class Backend:
     links        costs of messages inside a host and between hosts; the same on every rank
     shared       the memory that ranks of this host have for collectives, if there is any
     shares_memory  whether all ranks of the group share it, so that collectives are done there
-    seconds_waiting  the time that calls of this backend have spent blocked, summed; those of groups
-                 that were made of it, too
     progress     the program's log of its steps, for those who watch the job: `log(step, loss=...)`;
                  the same for all groups of a rank
 

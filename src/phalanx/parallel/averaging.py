@@ -31,10 +31,7 @@ from phalanx.collectives import (
     broadcast_,
 )
 from phalanx.collectives.pieces import Pieces
-from phalanx.collectives.reductions import (
-    async_reduce_overwriting_,
-    async_reduce_scatter_pieces,
-)
+from phalanx.collectives.reductions import async_reduce_overwriting_, async_reduce_scatter_pieces
 from phalanx.collectives.resolve import TensorRequest
 from phalanx.compression import Compressor
 from phalanx.compression.compressor import (

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from xxhash import xxh3_64_hexdigest
 
 from phalanx.collectives import ReduceOp, all_reduce_, broadcast
-from phalanx.collectives.layout import chunk_ranges, ranges_of
+from phalanx.collectives.layout import chunk_ranges
 from phalanx.collectives.pieces import join
 from phalanx.compression.compressor import check_floating
 from phalanx.core.backend import Backend
@@ -103,8 +103,7 @@ class Reducer:
         # passes are not taken for each other, nor a pass that only one rank has given up.
         self._passes = self._failed = 0
         for parameter, name in self._names.items():
-            hooks = post_accumulate_hooks(parameter)
-            if any(isinstance(hook, WrapperHook) for hook in hooks):
+            if any(isinstance(hook, WrapperHook) for hook in post_accumulate_hooks(parameter)):
                 problem = f"another DDP averages the gradients of {name} already; "
                 refuse("DDP", backend.rank, problem + "delete that one first")
         self._put_hooks()
@@ -113,9 +112,7 @@ class Reducer:
 
     def _put_hooks(self) -> None:
         """Put hooks on parameters that require gradients and lack them: torch takes no others."""
-        hook = WrapperHook(
-            Reducer._gradient_ready, weakref.ref(self)
-        )  # which keeps no reducer alive
+        hook = WrapperHook(Reducer._gradient_ready, weakref.ref(self))  # keeps no reducer alive
         for parameter in [p for p in self._without_hook if p.requires_grad]:
             handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             weakref.finalize(self, handle.remove)  # so that the module may be wrapped again
@@ -188,8 +185,8 @@ class Reducer:
         """
         if not torch.is_grad_enabled():
             return outputs
-        leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
-        nodes = {leaf.grad_fn for leaf in leaves} - {None}
+        leaves = pytree.tree_leaves(outputs)
+        nodes = {leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)} - {None}
         for node in nodes:
             node.register_prehook(self._output_gradients_ready)  # type: ignore[union-attr]
         if nodes and self.synchronize and backward_number() < 0:  # not if a checkpoint repeats it
@@ -242,8 +239,7 @@ class Reducer:
 
     def _follow_freezing(self) -> None:
         """Average the parameters trained now in this pass; the labels tell ranks that differ."""
-        waiting = self._unsynchronized
-        averaged = tuple(p.requires_grad or p in waiting for p in self._names)
+        averaged = tuple(p.requires_grad or p in self._unsynchronized for p in self._names)
         if averaged != self._averaged:
             for parameter, name in self._names.items():
                 if parameter.requires_grad and self._averaging.compressor is not None:
@@ -395,8 +391,9 @@ class Reducer:
         started, self._started = self._started, []
         for bucket in self._buckets:
             bucket.pending.update(bucket.views)
-            if bucket.pieces:
-                bucket.join()
+            if bucket.pieces:  # of a pass that was cut short
+                join(bucket.flat, tuple(bucket.pieces.items()))
+                bucket.pieces = {}
         self._averaging.finish(started)
         if scale != 1:
             for bucket in self._buckets[: len(started)]:
@@ -466,10 +463,6 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:NAMES_SHOWN]) + more
 
 
-# ------------------------------------------------------------------------------
-# A bucket that a backward pass fills.
-
-
 class BackwardBucket(Bucket):
     """A bucket of gradients, which a backward pass brings one by one.
 
@@ -478,29 +471,21 @@ class BackwardBucket(Bucket):
     """
 
     def __init__(
-        self,
-        parameters: Sequence[Tensor],
-        backend: Backend,
-        owner: int | None = None,
-        *,
-        in_pieces: bool,
+        self, run: Sequence[Tensor], backend: Backend, owner: int | None, *, in_pieces: bool
     ) -> None:
-        super().__init__(parameters, backend)
-        flat = self.flat
-        backend.check_movable(flat, "DDP")
+        super().__init__(run, backend)
+        backend.check_movable(self.flat, "DDP")
         self.owner = owner
         self.pieces: dict[int, Tensor] = {}
-        self.pending = set(parameters)
-        in_pieces = in_pieces and owner is None and flat.nbytes >= LARGE and flat.is_cpu
-        slices = chunk_ranges(flat.numel(), backend.world_size)
+        self.pending = set(run)
+        in_pieces = in_pieces and owner is None and self.flat.nbytes >= LARGE and self.flat.is_cpu
+        slices = chunk_ranges(self.flat.numel(), backend.world_size)
         self._own = slices[backend.rank] if in_pieces else (0, 0)
-        places = ranges_of([parameter.numel() for parameter in parameters])
-        self._starts = {p: start for p, (start, _) in zip(parameters, places, strict=True)}
 
     def put(self, parameter: Tensor) -> None:
         """Make a parameter's complete gradient (None are zeros) a view of the bucket."""
-        grad, view, start = parameter.grad, self.views[parameter], self._starts[parameter]
-        low, high = self._own
+        grad, view, (low, high) = parameter.grad, self.views[parameter], self._own
+        start = view.storage_offset() - self.flat.storage_offset()
         first, last = max(low - start, 0), min(high - start, view.numel())  # of its elements
         if first < last:
             self.pieces.pop(start + first, None)
@@ -516,17 +501,9 @@ class BackwardBucket(Bucket):
         if type(grad) is GradientPart:
             mark_part(parameter)
 
-    def join(self) -> None:
-        """Copy the pieces to `flat`, of a pass that was cut short."""
-        join(self.flat, tuple(self.pieces.items()))
-        self.pieces = {}
-
-
-# ------------------------------------------------------------------------------
-# Before each step of any optimizer torch calls a hook. A parameter names its reducer by its own.
-
 
 def _check_step(optimizer: Optimizer, *_: object) -> None:
+    """Look before each step of any optimizer. A parameter names its reducer by its own hook."""
     if backward_number() < 0:  # as ordinary steps are
         return
     for group in optimizer.param_groups:

@@ -465,6 +465,7 @@ class Connection:
 
     def resume(self) -> None:
         """Read again: a receive was posted, so there may be room for a message that was refused."""
+        self.mesh.refused.discard(self.peer)
         if self._owed:
             self._pay(self._arrival)
         if self._decoder.paused:
@@ -475,8 +476,6 @@ class Connection:
                     self._tell_room()
             except FrameError as error:
                 self.mesh.link_broke(self, str(error))
-        if not (self._owed or self.paused):
-            self.mesh.refused.discard(self.peer)
 
     def _tell_room(self) -> None:
         """Tell the peer that there is no room for its messages, or that there is again."""
@@ -590,7 +589,6 @@ class Connection:
     def close(self) -> None:
         """Close the socket; messages in the send queue are dropped."""
         self.mesh.reactor.forget(self.sock)
-        self.mesh.refused.discard(self.peer)
         self.sock.close()
         if self.out is not None:
             self.out.give_up()
@@ -609,7 +607,6 @@ class TlsConnection(Connection):
 
     def __init__(self, mesh: Mesh, peer: int, sock: TlsSocket) -> None:
         super().__init__(mesh, peer, sock)
-        mesh.refused.add(peer)  # always: what TLS has left may have been left for want of room
         self._look_again()
 
     @override
@@ -620,13 +617,13 @@ class TlsConnection(Connection):
     @override
     def resume(self) -> None:
         super().resume()
-        self.mesh.refused.add(self.peer)
         if self._look_again():
             self.mesh.reactor.wake()  # another thread may sleep there
 
     def _look_again(self) -> bool:
         """Let the next turn read what TLS has left, if anything; return whether it will."""
         sock = self.sock
+        self.mesh.refused.add(self.peer)  # always: TLS may have what was not read for want of room
         if sock.read_waits:
             self._watch(self._events | WRITE)
         if not (self._looks or (sock.pending() and self._events & READ)):
