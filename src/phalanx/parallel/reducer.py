@@ -497,7 +497,7 @@ class BackwardBucket(Bucket):
                 self.pieces[start + first] = copy_others_part(view, values, first, last)
             else:
                 view.copy_(values)
-        parameter.grad = view
+        parameter.grad = view.detach()  # not the view itself, whose `.data` a program may replace
         if type(grad) is GradientPart:
             mark_part(parameter)
 
