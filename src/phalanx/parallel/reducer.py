@@ -485,7 +485,7 @@ class BackwardBucket(Bucket):
     def put(self, parameter: Tensor) -> None:
         """Make a parameter's complete gradient (None are zeros) a view of the bucket."""
         grad, view, (low, high) = parameter.grad, self.views[parameter], self._own
-        start = view.storage_offset() - self.flat.storage_offset()
+        start = (view.data_ptr() - self.flat.data_ptr()) // view.itemsize
         first, last = max(low - start, 0), min(high - start, view.numel())  # of its elements
         if first < last:
             self.pieces.pop(start + first, None)
