@@ -48,13 +48,13 @@ WITH_DDP = {
 }
 
 BUDGETS = {  # of each package: lines, files
-    ".": (938, 7),  # the package's own files
+    ".": (930, 7),  # the package's own files
     "aggregation": (1_817, 7),
     "checkpoint": (3_597, 14),
     "cli": (1_109, 6),
-    "collectives": (5_225, 24),
+    "collectives": (5_202, 24),
     "compression": (1_770, 7),
-    "core": (5_510, 21),
+    "core": (5_466, 20),
     "fsdp": (2_746, 10),
     "launch": (4_319, 21),
     "native": (2_305, 8),
@@ -70,7 +70,7 @@ BUDGETS = {  # of each package: lines, files
     "torch_backend": (1_860, 9),
     "training": (1_480, 7),
     "transport": (710, 3),  # without its packages
-    "transport.shm": (1_640, 10),
+    "transport.shm": (1_624, 10),
     "transport.tcp": (3_575, 11),
     "wire": (1_344, 6),
 }
