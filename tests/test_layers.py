@@ -54,7 +54,7 @@ BUDGETS = {  # of each package: lines, files
     "cli": (1_109, 6),
     "collectives": (5_202, 24),
     "compression": (1_770, 7),
-    "core": (5_466, 20),
+    "core": (5_473, 20),
     "fsdp": (2_746, 10),
     "launch": (4_319, 21),
     "native": (2_305, 8),

@@ -79,8 +79,8 @@ class Backend:
     links        costs of messages inside a host and between hosts; the same on every rank
     shared       the memory that ranks of this host have for collectives, if there is any
     shares_memory  whether all ranks of the group share it, so that collectives are done there
-    progress     the program's log of its steps, for those who watch the job: `log(step, loss=...)`;
-                 the same for all groups of a rank
+    seconds_waiting  the time that calls of this backend have spent blocked, summed; those of groups
+                 that were made of it, too
 
     A world over a transport of your own is made of an `Engine` that has it, as in
     `examples/own_backend.py`.
@@ -100,7 +100,6 @@ class Backend:
             group = Group(engine, WORLD_ID, tuple(range(engine.world_size)))
         self.engine = engine
         self.group = group
-        self.progress: Progress = engine.progress
         self.rank = group.rank
         self.world_size = group.size
         self.ranks = group.ranks
@@ -150,6 +149,14 @@ class Backend:
         an operation some microseconds. `Counts` says what is counted.
         """
         return self.engine.count()
+
+    @property
+    def progress(self) -> Progress:
+        """The program's log of its steps, for those who watch the job: `log(step, loss=...)`.
+
+        The same for all groups of a rank.
+        """
+        return self.engine.progress
 
     @property
     def local_rank(self) -> int:

@@ -87,8 +87,8 @@ class Reducer:
         self._bucket_size = bucket_size
         self._find_unused = find_unused_parameters
         self._averaging = averaging
-        self._finite = finite
-        self._drift = drift
+        self._finite, self._drift = finite, drift
+        self._progress = backend.progress
         self._owned = OwnedGradients({}, backend.rank)
         self._names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
         self._without_hook = set(self._names)
@@ -375,7 +375,7 @@ class Reducer:
             self._drift.pass_is_over(join.active if join is not None else list(range(world)))
         if phase is JoinPhase.BACKWARD and self._arrivals is not None:
             self._adopt_arrival_order(self._arrivals)
-        self._backend.progress.count(self)
+        self._progress.count(self)
 
     def _average_rows(self, divisor: int) -> list[RowGradient]:
         if self._finite is not None:
