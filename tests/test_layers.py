@@ -48,13 +48,13 @@ WITH_DDP = {
 }
 
 BUDGETS = {  # of each package: lines, files
-    ".": (938, 7),  # the package's own files
+    ".": (930, 7),  # the package's own files
     "aggregation": (1_817, 7),
     "checkpoint": (3_597, 14),
     "cli": (1_109, 6),
-    "collectives": (5_225, 24),
+    "collectives": (5_202, 24),
     "compression": (1_770, 7),
-    "core": (5_510, 21),
+    "core": (5_475, 20),
     "fsdp": (2_746, 10),
     "launch": (4_319, 21),
     "native": (2_305, 8),
@@ -70,8 +70,8 @@ BUDGETS = {  # of each package: lines, files
     "torch_backend": (1_860, 9),
     "training": (1_480, 7),
     "transport": (740, 4),  # without its packages
-    "transport.shm": (1_619, 10),
-    "transport.tcp": (3_645, 11),
+    "transport.shm": (1_609, 10),
+    "transport.tcp": (3_652, 11),
     "wire": (1_344, 6),
 }
 LONGEST_BODY = 45  # lines of a function, without signature and docstring

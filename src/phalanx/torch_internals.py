@@ -66,33 +66,25 @@ as_plain_tensors = torch._C.DisableTorchFunctionSubclass
 # The backward pass that runs --------------------------------------------------------------------
 
 
-def backward_number() -> int:
-    """Return the number of the backward pass that this thread runs; -1 if none."""
-    return torch._C._current_graph_task_id()
+backward_number: Callable[[], int] = torch._C._current_graph_task_id
+"""Return the number of the backward pass that this thread runs, in which checkpoints run forward
+passes again; -1 if it runs none."""
 
+accumulates_everywhere: Callable[[], bool] = torch.autograd._is_checkpoint_valid
+"""Return whether the pass adds to all `.grad` it reaches: no autograd.grad, and no `inputs=`.
 
-def inside_backward() -> bool:
-    """Return whether this thread runs a backward pass, which includes recomputed forward passes."""
-    return torch._C._current_graph_task_id() >= 0
+To be asked inside a node; that is when reentrant checkpoints may run, too."""
 
-
-def accumulates_everywhere() -> bool:
-    """Return whether the pass adds to all `.grad` it reaches: no autograd.grad, and no `inputs=`.
-
-    To be asked inside a node; that is when reentrant checkpoints may run, too.
-    """
-    return bool(torch.autograd._is_checkpoint_valid())  # type: ignore[no-untyped-call]
+at_end_of_backward: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
+"""Run a function in this thread at the end of the backward pass that is running."""
 
 
 def keeps_graph() -> bool:
     """Return whether the pass keeps the graph, so that another may follow. If unknown: yes."""
     ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return bool(ask()) if ask is not None else True
-
-
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run `callback` in this thread at the end of the backward pass that is running."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def is_called_by_engine(depth: int) -> bool:

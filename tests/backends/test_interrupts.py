@@ -134,7 +134,8 @@ def test_an_interrupt_at_the_end_of_a_collective_leaves_nothing_queued(
             work_ended(work)
 
         monkeypatch.setattr(backend.group, "work_ended", interrupted_once)
-        monkeypatch.setattr(backend.group, "is_free", lambda: False)  # or nothing would be queued
+        queued = lambda call, steps, spin: steps  # noqa: E731 - or nothing would be
+        monkeypatch.setattr(backend.group, "run_inline", queued)
         with pytest.raises(KeyboardInterrupt):
             phalanx.async_all_reduce(torch.ones(3), backend)
         assert phalanx.async_all_reduce(torch.ones(3), backend).done()

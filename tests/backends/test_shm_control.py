@@ -164,9 +164,10 @@ def test_what_is_shown_is_found_where_it_lies() -> None:
             assert controls[0].find(tensors[1].data_ptr(), 1) is None  # of another rank
         for control, peer in ((controls[0], 1), (controls[1], 0)):
             assert FlagWait(control, 1).ready(spin=1.0)
-            given = control.given(peer)
-            assert given is not None
-            assert given == control.result(peer)
+            shown = control.shown(peer)
+            assert shown is not None
+            given, result = shown
+            assert given == result
             assert given != (tensors[peer].data_ptr(), None)  # mapped once more
 
 

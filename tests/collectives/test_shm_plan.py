@@ -42,7 +42,7 @@ def staged(plan: ShmPlan) -> str:
 
 
 def in_place(plan: ShmPlan) -> str:
-    numbers = [first // plan.block for first, _ in plan.blocks()]
+    numbers = [first // plan.block for first, _, _ in plan.blocks]
     turns = [f"collect {n - 1}, reduce {n}" if n else f"reduce {n}" for n in numbers]
     return " | ".join(["show", *turns, f"collect {numbers[-1]} |"])
 
@@ -123,7 +123,7 @@ def test_each_byte_of_a_result_is_taken_once(
                 covered[begin : begin + length] = [c + 1 for c in covered[begin : begin + length]]
         if plan.takes and (plan.gets or not plan.form.passed_on):
             assert set(covered) <= {1}
-        reduced = [at for first, last in plan.blocks() for at in range(first, last)]
+        reduced = [at for first, last, _ in plan.blocks for at in range(first, last)]
         assert reduced == list(range(plan.mine[1] - plan.mine[0]))
 
 
@@ -134,7 +134,7 @@ def test_all_members_do_equally_many_epochs(collective: str, elements: int, size
     members = [plan_of(collective, elements, place=place, size=size) for place in range(size)]
     assert len({plan.is_small for plan in members}) == 1
     assert len({len(list(plan.staged())) for plan in members}) == 1
-    assert len({len(list(plan.blocks())) for plan in members}) == 1
+    assert len({len(plan.blocks) for plan in members}) == 1
 
 
 def test_a_piece_is_staged_before_it_is_taken_and_overwritten_after_all_have_read_it() -> None:

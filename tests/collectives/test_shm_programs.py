@@ -20,7 +20,7 @@ from torch import Tensor
 import phalanx
 from phalanx import Backend, ReduceOp
 from phalanx.collectives.shm.plan import SHM_ALGORITHM
-from phalanx.core.inline import ASYNCHRONOUS, BLOCKING
+from phalanx.core.group import ASYNCHRONOUS, BLOCKING
 from phalanx.transport.shm.epoch import ShmEpoch
 
 PIECE = 1 << 10  # of `short_pieces`

@@ -212,6 +212,21 @@ def test_a_gradient_is_final_when_backward_returns_and_stays_where_it_is():
     simulate(run, 3)
 
 
+def test_a_program_that_replaces_the_data_of_a_gradient_trains_as_any_other():
+    def run(backend: Backend):
+        ddp, found = DDP(mlp(), backend), []
+        for _ in range(3):
+            ddp.zero_grad()
+            backward(ddp, backend.rank)
+            found.append(gradients(ddp))
+            for parameter in ddp.parameters():
+                parameter.grad.data = parameter.grad.data * 3  # as some programs scale, or clip
+        return found
+
+    for first, *later in simulate(run, 3):
+        assert_same_bits([first, *later])
+
+
 def test_a_model_that_is_wrapped_again_sends_its_gradients_once():
     def run(backend: Backend) -> list[str]:
         model = mlp()

@@ -11,8 +11,9 @@ from clusters import SharedMemory
 from torch import Tensor, nn
 
 from phalanx import DDP, Backend
+from phalanx.collectives.pieces import join
 from phalanx.collectives.shm import plan
-from phalanx.parallel import averaging
+from phalanx.parallel import reducer
 
 RANKS = 3
 
@@ -21,7 +22,7 @@ RANKS = 3
 def buckets_are(request: pytest.FixtureRequest) -> Iterator[None]:
     """They take the way of small, or of large tensors."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(averaging, "LARGE", 0)
+        patch.setattr(reducer, "LARGE", 0)
         if request.param == "large":
             patch.setattr(plan, "THRESHOLDS", plan.Thresholds(small=0, block=256))
         yield
@@ -71,16 +72,15 @@ def test_a_gradient_is_copied_but_for_this_ranks_slice_of_the_bucket() -> None:
 
     def run(backend: Backend) -> tuple[list[float], dict[int, list[float]]]:
         tensors = [torch.zeros(5, requires_grad=True), torch.zeros(7, requires_grad=True)]
-        bucket = averaging.Bucket(tensors, backend, in_pieces=True)
+        bucket = reducer.BackwardBucket(tensors, backend, None, in_pieces=True)
         bucket.flat.fill_(-1)
         for tensor in tensors:
             tensor.grad = torch.arange(1.0, 1 + tensor.numel())
             bucket.put(tensor)
         own = {element: values.tolist() for element, values in bucket.pieces.items()}
         copied = bucket.flat.tolist()
-        bucket.join()
+        join(bucket.flat, tuple(bucket.pieces.items()))
         assert bucket.flat.tolist() == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 6, 7]
-        assert bucket.pieces == {}
         return copied, own
 
     copied, own = SharedMemory().run(run, RANKS)[1]

@@ -37,14 +37,14 @@ def test_a_hook_knows_of_the_backward_pass_that_calls_it() -> None:
     said: list[object] = []
 
     def hook(_: Tensor) -> None:
-        said.append((internals.inside_backward(), internals.keeps_graph()))
+        said.append((internals.backward_number() >= 0, internals.keeps_graph()))
         said.append(internals.accumulates_everywhere())
         internals.at_end_of_backward(lambda: said.append("the end"))
 
     x = torch.ones(2, requires_grad=True)
     y = x.sin()
     y.register_hook(hook)
-    assert not internals.inside_backward()
+    assert internals.backward_number() < 0
     assert internals.backward_number() == -1
     y.sum().backward(retain_graph=True)
     torch.autograd.grad(y.sum(), x)

@@ -9,7 +9,6 @@ the pieces, and so saves a copy. Everywhere else the pieces are first copied to 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -35,22 +34,3 @@ def join(tensor: Tensor, elsewhere: Elsewhere) -> None:
     flat = tensor.view(-1)
     for first, values in elsewhere:
         copy_bits(flat[first : first + values.numel()], values.view(-1))
-
-
-def runs_of(
-    start: int, stop: int, elsewhere: Elsewhere
-) -> Iterator[tuple[int, int, tuple[int, Tensor] | None]]:
-    """Cut elements `start` to `stop` of a tensor into runs (first, last, piece that has it).
-
-    The piece is None for a run that lies in the tensor.
-    """
-    for piece in elsewhere:
-        first, values = piece
-        last = min(stop, first + values.numel())
-        if start < min(first, stop):
-            yield start, min(first, stop), None
-        if max(start, first) < last:
-            yield max(start, first), last, piece
-        start = max(start, last)
-    if start < stop:
-        yield start, stop, None

@@ -35,7 +35,6 @@ from phalanx.core.reduce_op import (
     RankOrderReduction,
     ReduceOp,
     divide_,
-    mean_of_two,
     reduction_for,
 )
 from phalanx.core.steps import Round
@@ -124,7 +123,7 @@ def _reduction(key: Key, row: Algorithm, size: int) -> tuple[RankOrderReduction,
     if key.op is not ReduceOp.MEAN:
         return RankOrderReduction(reduction, dtype), 1, 1
     if size == 2 and (dtype.is_floating_point or dtype.is_complex):
-        return RankOrderReduction(reduction._replace(combine=mean_of_two), dtype), 1, 1
+        return RankOrderReduction(reduction, dtype, size), 1, 1
     if size > 2 and dtype in WIDER and row.at_once(size):
         return RankOrderReduction(reduction, dtype, size), 1, 1
     if size > 2 and dtype in NARROW:

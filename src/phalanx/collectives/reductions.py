@@ -231,27 +231,6 @@ def reduce_overwriting_(
 
 
 @collective
-def all_reduce_pieces_(
-    pieces: Pieces,
-    backend: Backend,
-    op: ReduceOp = ReduceOp.SUM,
-    *,
-    algorithm: str = "auto",
-    label: str = "",
-) -> Request[Tensor]:
-    """`all_reduce_` of a tensor whose own slice lies in pieces: these are not changed."""
-    tensor = pieces.tensor
-    check_tensor(tensor, backend, "all_reduce_")
-    out, result = work_in_place(tensor)
-    options = (algorithm, False, label, None)
-    request = TensorRequest(
-        backend, "all_reduce", tensor.shape, tensor.dtype, out, out, result, options, op
-    )
-    request.elsewhere = pieces.elsewhere
-    return request
-
-
-@collective
 def reduce_scatter_pieces(
     pieces: Pieces,
     backend: Backend,
@@ -267,7 +246,6 @@ def reduce_scatter_pieces(
     return request
 
 
-async_all_reduce_pieces_ = asynchronous(all_reduce_pieces_)
 async_reduce_overwriting_ = asynchronous(reduce_overwriting_)
 async_reduce_scatter_pieces = asynchronous(reduce_scatter_pieces)
 

@@ -114,16 +114,22 @@ class TensorRequest(Request[T]):
         plan, shm = resolved or remember(backend, kind, _resolve(self))
         steps: Iterable[Program] | None = None
         result, buffers, combine = self.result, NO_BUFFERS, None
-        if self.elsewhere:
-            self._join(in_shm=shm is not None and backend.native is None)
+        source = self.source
+        if (
+            self.elsewhere
+            and source is not None
+            and not (shm is not None and backend.native is None and source.is_cpu)
+        ):
+            join(source, self.elsewhere)  # else shared memory's plan reads the pieces in place
+            self.elsewhere = ()
         if backend.native is not None and algorithm == "auto" and not reproducible:
             steps = self._native(backend.native, plan)
         if steps is None:
-            first = self.source if self.source is not None else self.out
+            first = source if source is not None else self.out
             if plan.program and first is not None and not first.is_cpu:
                 return self._staged(plan, first.device)
             if shm is not None:
-                given = self.source, self.out, self.elsewhere
+                given = source, self.out, self.elsewhere
                 steps = shm.steps(*given, counters, consume=self.consume)
             else:
                 steps, result, buffers, combine = self._by_messages(plan)
@@ -159,13 +165,6 @@ class TensorRequest(Request[T]):
         if arithmetic.stage is not None:
             buffers += (tensor_bytes(arithmetic.stage),)
         return arithmetic.carry_out(), result, buffers, arithmetic.combine
-
-    def _join(self, *, in_shm: bool) -> None:
-        """Copy the pieces to their places, unless shared memory's plan reads them in place."""
-        assert self.source is not None
-        if not in_shm or not self.source.is_cpu:
-            join(self.source, self.elsewhere)
-            self.elsewhere = ()
 
     def _taken_from(self, own: Tensor) -> T:
         """Return the result, which has been reduced in memory of the rounds."""

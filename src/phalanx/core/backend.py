@@ -25,8 +25,7 @@ from phalanx.core.counters import Counts, Progress
 from phalanx.core.device import device_of
 from phalanx.core.engine import Engine
 from phalanx.core.failure import Failure
-from phalanx.core.group import Group
-from phalanx.core.inline import ASYNCHRONOUS, BLOCKING, Spin, run_inline
+from phalanx.core.group import ASYNCHRONOUS, BLOCKING, Group, Spin
 from phalanx.core.posted import Combine
 from phalanx.core.shared_group import SharedGroup
 from phalanx.core.steps import (
@@ -454,7 +453,7 @@ class Backend:
     ) -> Work[T] | Call:
         """Begin a collective. Return the call alone if it is over already, else a work.
 
-        If nothing is in the way, the caller carries out its steps itself (`inline.py`).
+        If nothing is in the way, the caller carries out its steps itself (`Group.run_inline`).
         """
         seconds = self.timeout if timeout is None else check_timeout(timeout)
         group, engine, site = self.group, self.engine, call_site()
@@ -463,14 +462,10 @@ class Backend:
             if spin is BLOCKING:
                 engine.transport.glance(now)
             try:
-                is_free = group.is_free()
                 call = group.checker.next_call(name, signature, fingerprint, site, now, seconds)
-                steps = iter(program)
-                if is_free:
-                    rest = run_inline(group, call, steps, spin)
-                    if rest is None:
-                        return call
-                    steps = rest
+                steps = group.run_inline(call, iter(program), spin)
+                if steps is None:
+                    return call
                 channel = Channel(group.id, Kind.COLLECTIVE, call.sequence)
                 work = Work(group, call, channel, steps, buffers, combine=combine, result=result)
                 work.step = call.step  # it has begun

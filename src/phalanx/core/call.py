@@ -99,7 +99,7 @@ class Call:
     site          the user's line that asked for it
     started, ended  on the engine's clock
     rolling_hash  of a collective: of all that the group was asked to do up to it (checker.py)
-    step          of a collective: the step that its caller is carrying out itself (inline.py)
+    step          of a collective: the step that its caller is carrying out itself (group.py)
     """
 
     name: str

@@ -149,7 +149,8 @@ class Engine:
                 self.check_reachable(work, receive.peer)
             # Also if done: there is room again for what comes next.
             for peer in work.group.ranks if receive.peer == ANY else (receive.peer,):
-                transport.room(peer)
+                if peer in transport.refused:
+                    transport.room(peer)
         posted.posted = True
         return posted.left == 0
 
@@ -248,17 +249,6 @@ class Engine:
                 callback(work)
             except Exception:
                 log.exception("rank %d: a callback of %s failed", self.rank, work.describe())
-
-    def ended(self, work: Work[Any]) -> None:
-        """Take a work as over. Lock held."""
-        self.polled.pop(work, None)
-        if self.watchdog.queries:
-            self.watchdog.forget(work)
-        if self.counters is not None:
-            self.counters.ended(work.call)
-        if self.trace is not None:
-            self.trace.ended(work, self.watchdog.awaited_since(work))
-        self.transport.wake(work)
 
     def count(self) -> Counts:
         """Return the numbers of this rank. With the first call, counting begins."""

@@ -12,7 +12,9 @@ import logging
 import struct
 import weakref
 from collections import Counter, deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.core.call import Call, Members
 from phalanx.core.checker import Checker
@@ -20,6 +22,7 @@ from phalanx.core.engine import Engine
 from phalanx.core.failure import Failure, closed_error, error_for
 from phalanx.core.posted import PostedRound, W
 from phalanx.core.shared_group import SharedGroup
+from phalanx.core.steps import Program, Round
 from phalanx.errors import (
     CollectiveTimeoutError,
     DesyncError,
@@ -33,6 +36,17 @@ if TYPE_CHECKING:
     from phalanx.core.work import Work
 
 log = logging.getLogger("phalanx")
+
+
+class Spin(NamedTuple):
+    """Seconds that a call looks at a step at most, with the lock held, until it is complete."""
+
+    first: float
+    later: float
+
+
+BLOCKING = Spin(1.0, 1.0)
+ASYNCHRONOUS = Spin(20e-6, 0.0)  # because a small collective finishes sooner than a thread switch
 
 
 class Group(Members):
@@ -125,9 +139,11 @@ class Group(Members):
                     self.checker.compare_early(work.call)
                 if self._queue and self._queue[0] is work:
                     work.advance()
-            self.engine.run_ready()
-            if self.engine.trace is not None and not work.over:
-                self.engine.trace.issued(work, self.engine.now())
+            engine = self.engine
+            if engine.ready or engine.polled:
+                engine.run_ready()
+            if engine.trace is not None and not work.over:
+                engine.trace.issued(work, engine.now())
         except Exception:
             raise
         except BaseException as interruption:
@@ -168,18 +184,46 @@ class Group(Members):
         """Return the wait that has to end before this one: itself, unless it is queued."""
         return self._queue[0] if wait.is_collective and self._queue else wait
 
-    def is_free(self) -> bool:
-        """Return whether the caller itself may do a collective at once: nothing is in the way."""
-        checker, engine = self.checker, self.engine
-        return not (
-            self._queue
-            or self.failure
-            or self.closed
-            or engine.closed
-            or engine.trace
-            or checker.early_asks
-            or checker.desync
-        )
+    def run_inline(
+        self, call: Call, steps: Iterator[Program], spin: Spin
+    ) -> Iterator[Program] | None:
+        """Carry out a new collective's steps in the thread that calls, if nothing is in the way.
+
+        small, in shared memory    epoch                complete here: neither queue nor `Work`
+        large, in shared memory    epoch  epoch ...     waited for, until one takes too long
+        by messages                round                all of it is left
+
+        Return the steps that are left, for a `Work`; the first, `call.step`, has begun. None if all
+        are complete: the call is over. An error is left, too, for the work that fails with it. Lock
+        held.
+        """
+        engine, checker = self.engine, self.checker
+        queued, ended = self._queue, self.failure or self.closed or engine.closed
+        if queued or ended or engine.trace or checker.early_asks or checker.desync:
+            return steps
+        counters, seconds = engine.counters, spin.first
+        try:
+            for step in steps:
+                if isinstance(step, Round):
+                    call.step = None
+                    return chain((step,), steps)
+                call.step = step
+                step.begin(call)
+                if counters is None:
+                    if not step.ready(spin=seconds):
+                        return chain((step,), steps)
+                elif not counters.ready(step, seconds):
+                    return chain((step,), steps)
+                seconds = spin.later
+        except BaseException as error:
+            return _raising(error)
+        call.step = None
+        call.ended = engine.now()
+        self.finished = call.sequence + 1
+        engine.history.calls.append(call)
+        if counters is not None:
+            counters.ended(call)
+        return None
 
     def may_finish(self, work: Work[Any]) -> bool:
         """Return whether a work whose steps are done is complete: not while ranks disagree."""
@@ -196,7 +240,7 @@ class Group(Members):
 
     def work_ended(self, work: Work[Any]) -> None:
         """End a work: the next one in the queue may begin."""
-        call = work.call
+        call, engine = work.call, self.engine
         call.failed = work.error is not None
         if work.is_collective:
             queue = self._queue
@@ -205,14 +249,21 @@ class Group(Members):
             if queue and queue[0] is work:
                 queue.popleft()
                 if queue:
-                    self.engine.ready.append(queue[0])
+                    engine.ready.append(queue[0])
             elif work in queue:  # not if it was interrupted before it came there
                 queue.remove(work)
         else:
             self._messages.discard(work)
-        call.ended = self.engine.now()
-        self.engine.history.calls.append(call)
-        self.engine.ended(work)
+        call.ended = engine.now()
+        engine.history.calls.append(call)
+        engine.polled.pop(work, None)
+        if engine.watchdog.queries:
+            engine.watchdog.forget(work)
+        if engine.counters is not None:
+            engine.counters.ended(call)
+        if engine.trace is not None:
+            engine.trace.ended(work, engine.watchdog.awaited_since(work))
+        engine.transport.wake(work)
 
     def work_failed(self, work: Work[Any], error: Exception) -> None:
         """Fail a work that cannot be completed; if it is a collective, break the group."""
@@ -392,3 +443,12 @@ class Group(Members):
             raise error
         finally:
             del error  # a cycle, by its traceback, with the memory of the call
+
+
+def _raising(error: BaseException) -> Iterator[Program]:
+    """Return steps that end in an error."""
+
+    def fail() -> Program:
+        raise error
+
+    return iter(fail, None)

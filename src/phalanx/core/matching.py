@@ -216,9 +216,9 @@ class Matching:
         """Return memory for an unexpected message, of which `left` bytes are to come."""
         return self.borrow_block() if left >= BLOCK else memoryview(bytearray(left))
 
-    def return_block(self, block: memoryview) -> None:
+    def return_block(self, block: memoryview | None) -> None:
         """Take a block, or chunk, back. Keep it: allocating memory costs more than filling."""
-        if len(block) == BLOCK and len(self._blocks) < BLOCKS_KEPT:
+        if block is not None and len(block) == BLOCK and len(self._blocks) < BLOCKS_KEPT:
             self._blocks.append(block)
 
     def withdraw(self, posted: PostedReceive) -> None:
@@ -437,7 +437,8 @@ class IncomingMessage:
                 self._empty_chunks(posted)
             posted.complete()
             if self._block is not None:
-                self._return_block()
+                self.matching.return_block(self._block)
+                self._block = None
         elif self.misfit is not None:
             misfit, self.misfit = self.misfit, None
             self.matching.in_progress.pop(misfit, None)
@@ -449,7 +450,9 @@ class IncomingMessage:
         self.returned = False
         self.keep(False)
         self._drop_chunks()
-        self._return_block()
+        self._staged = 0
+        self.matching.return_block(self._block)
+        self._block = None
 
     def take_back(self) -> None:
         """Keep the message for the next receive: its own was given up."""
@@ -485,12 +488,6 @@ class IncomingMessage:
             self.matching.return_block(chunk)
         self._chunks.clear()
         self._chunk_left = 0
-
-    def _return_block(self) -> None:
-        self._staged = 0
-        if self._block is not None:
-            self.matching.return_block(self._block)
-            self._block = None
 
 
 def combine_into(posted: PostedReceive, start: int, block: memoryview) -> None:

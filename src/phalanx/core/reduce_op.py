@@ -204,11 +204,13 @@ class RankOrderReduction:
     """A reduction of several contributions in the order of the ranks, rounded once.
 
     So the bits are the same on every rank and backend. Short floating-point dtypes are reduced in a
-    wider one. With a `divisor`, the result is a mean. `combine` reduces two.
+    wider one. With a `divisor`, their number, the result is a mean. `combine` reduces two.
     """
 
     def __init__(self, reduction: Reduction, dtype: torch.dtype, divisor: int = 1) -> None:
         self.combine = reduction.combine
+        if divisor == 2 and (dtype.is_floating_point or dtype.is_complex):
+            self.combine, divisor = mean_of_two, 1
         self._wider = WIDER.get(dtype) if reduction.adds_up else None
         self._divisor = divisor
         self._scratch: Tensor | None = None

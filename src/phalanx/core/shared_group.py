@@ -157,12 +157,8 @@ class SharedGroup(Protocol):
         """Return the place of this rank's ordinary memory; None if the kernel does not copy it."""
         ...
 
-    def given(self, place: int) -> Region | None:
-        """Return a member's input in the collective under way; None: it was staged."""
-        ...
-
-    def result(self, place: int) -> Region:
-        """Return the result of a member that has shown its tensors."""
+    def shown(self, place: int) -> tuple[Region, Region] | None:
+        """Return a member's input and result in the collective under way; None: it has staged."""
         ...
 
     def scratch(self, size: int) -> int:

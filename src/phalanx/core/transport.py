@@ -13,7 +13,7 @@ all of these, and in the methods here unless they say otherwise.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
@@ -39,9 +39,11 @@ class Transport(ABC):
     """Moves the bytes of one rank. Ranks are global ranks.
 
     single_thread  whether only the rank's own thread may wait: then nothing runs in the background
+    refused        the peers whose messages wait for `room`
     """
 
     single_thread = False
+    refused: Set[int] = frozenset()
 
     @abstractmethod
     def send(self, send: PostedSend) -> None:
@@ -55,7 +57,7 @@ class Transport(ABC):
         return False
 
     def room(self, peer: int) -> None:  # noqa: B027 - not if nothing is ever paused
-        """Read from a paused peer again: a receive from it was posted."""
+        """Read from a refused peer again: a receive from it was posted."""
 
     @abstractmethod
     def control(self, peer: int, group: int, message: Control) -> None:

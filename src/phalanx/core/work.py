@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
+import torch
 from typing_extensions import override
 
 from phalanx.core.call import Call, check_timeout
@@ -23,7 +24,6 @@ from phalanx.core.posted import Combine, PostedRound, Wait
 from phalanx.core.steps import Program, Round, Step
 from phalanx.errors import DistributedError
 from phalanx.wire.frame import Channel, Kind
-from phalanx.wire.memory import outside_inference_mode
 
 T = TypeVar("T")
 SHOWN = 3  # of the works that a thread waits for, in messages
@@ -172,9 +172,12 @@ class Work(Wait, Generic[T]):
         """Number of the operation in its group, for errors."""
         return self.call.sequence
 
-    @outside_inference_mode
     def advance(self) -> None:
         """Go on from a complete step, as far as possible without waiting. Lock held."""
+        if torch.is_inference_mode_enabled():  # other threads could not write what is made in it
+            with torch.inference_mode(mode=False):
+                self.advance()
+            return
         engine = self.group.engine
         try:
             for item in self._steps:

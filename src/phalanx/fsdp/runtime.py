@@ -48,8 +48,8 @@ from phalanx.parallel.uneven import JoinPhase, check_no_step
 from phalanx.torch_internals import (
     accumulates_everywhere,
     at_end_of_backward,
+    backward_number,
     disable_dynamo,
-    inside_backward,
     keeps_graph,
     pytree,
 )
@@ -134,7 +134,7 @@ class FsdpRuntime:
     @disable_dynamo()  # torch.compile traces what a module computes between this and the next
     def pre_forward(self, group: ParameterGroup, _: nn.Module, args: Any, kwargs: Any) -> Any:
         """Prepare a group's module to compute. Returns the model's inputs, if they are cast."""
-        again = inside_backward()  # a checkpoint is computed again
+        again = backward_number() >= 0  # a checkpoint is computed again
         if again and self.backward_pass is None:
             self._begin_backward()
         elif not again and not self.forward_pass.stack:
@@ -201,7 +201,7 @@ class FsdpRuntime:
         failed = sys.exc_info()[1] is not error
         if not failed and torch.is_grad_enabled():
             self._watch(call, before, outputs)
-        if inside_backward():
+        if backward_number() >= 0:
             return  # a checkpoint is computed again, and its backward pass comes at once
         if not failed:
             self.reshard(group)
@@ -217,7 +217,7 @@ class FsdpRuntime:
         No backward pass will come to its outputs. The error may keep them, and each rank frees them
         at another time: the waiting calls must not depend on it.
         """
-        if inside_backward():
+        if backward_number() >= 0:
             return
         forward = self.forward_pass
         for group in self.groups:

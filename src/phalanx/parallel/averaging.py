@@ -14,11 +14,13 @@ this one's contribution to its own slice, which stays in the memory that autogra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from phalanx.collectives import (
     PendingCollective,
@@ -28,13 +30,9 @@ from phalanx.collectives import (
     async_all_to_all,
     broadcast_,
 )
-from phalanx.collectives.layout import chunk_ranges
-from phalanx.collectives.pieces import Pieces, join
-from phalanx.collectives.reductions import (
-    async_all_reduce_pieces_,
-    async_reduce_overwriting_,
-    async_reduce_scatter_pieces,
-)
+from phalanx.collectives.pieces import Pieces
+from phalanx.collectives.reductions import async_reduce_overwriting_, async_reduce_scatter_pieces
+from phalanx.collectives.resolve import TensorRequest
 from phalanx.compression import Compressor
 from phalanx.compression.compressor import (
     NO_RESIDUALS,
@@ -50,7 +48,6 @@ from phalanx.compression.compressor import (
 )
 from phalanx.core.backend import Backend
 from phalanx.errors import UnsupportedOperationError
-from phalanx.parallel.gradient_parts import GradientPart, mark_part
 
 MESSAGE = 25 << 20  # bytes that are sent as one message, if nothing else is asked for
 LARGE = 1 << 20  # bytes from which on it pays to leave this rank's own slice in pieces
@@ -64,56 +61,23 @@ def weigh_(tensor: Tensor, factor: float) -> Tensor:
 class Bucket:
     """Flat memory for tensors of the sizes of some others, such as gradients; of one dtype.
 
-    in_pieces   whether `put` leaves this rank's own slice, which nobody else reads, in place
-    owner       the rank that gets the mean alone; None: all ranks get it
-    views       for each tensor its place in `flat`, in its shape
-    pieces      of values not in `flat` yet: the first element of their place, and the values
-    pending     the parameters whose gradients have not come in this pass
+    views    for each tensor its place in `flat`, in its shape
+    pieces   of values not in `flat` yet: the first element of their place, and the values
+    owner    the rank that gets the mean alone; None: all ranks get it
     """
 
+    pieces: Mapping[int, Tensor] = MappingProxyType({})
     owner: int | None = None
 
-    def __init__(
-        self, tensors: Sequence[Tensor], backend: Backend, *, in_pieces: bool = False
-    ) -> None:
+    def __init__(self, tensors: Sequence[Tensor], backend: Backend) -> None:
         count, first = sum(tensor.numel() for tensor in tensors), tensors[0]
         self.flat = backend.empty(count, dtype=first.dtype, device=first.device)
         self.views: dict[Tensor, Tensor] = {}
-        self.pieces: dict[int, Tensor] = {}
-        in_pieces = in_pieces and self.flat.nbytes >= LARGE and self.flat.is_cpu
-        self._own = chunk_ranges(count, backend.world_size)[backend.rank] if in_pieces else (0, 0)
-        self._starts: dict[Tensor, int] = {}
         start = 0
         for tensor in tensors:
             stop = start + tensor.numel()
             self.views[tensor] = self.flat[start:stop].view(tensor.shape)
-            self._starts[tensor] = start
             start = stop
-        self.pending = set(tensors)
-
-    def put(self, parameter: Tensor) -> None:
-        """Make a parameter's complete gradient (None are zeros) a view of the bucket."""
-        grad, view, start = parameter.grad, self.views[parameter], self._starts[parameter]
-        low, high = self._own
-        first, last = max(low - start, 0), min(high - start, view.numel())  # of its elements
-        if first < last:
-            self.pieces.pop(start + first, None)
-        if grad is None:
-            view.zero_()
-        elif grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
-            values = grad.detach()  # it has a graph after backward(create_graph=True)
-            if first < last and values.is_contiguous():
-                self.pieces[start + first] = copy_others_part(view, values, first, last)
-            else:
-                view.copy_(values)
-        parameter.grad = view
-        if type(grad) is GradientPart:
-            mark_part(parameter)
-
-    def join(self) -> None:
-        """Copy the pieces to `flat`, of a pass that was cut short."""
-        join(self.flat, tuple(self.pieces.items()))
-        self.pieces = {}
 
 
 def copy_others_part(place: Tensor, values: Tensor, first: int, last: int) -> Tensor:
@@ -190,13 +154,13 @@ def broadcast_all_(
 class PendingAverage(NamedTuple):
     """An average that is under way.
 
-    rounds    of the compressor; None if there is no more to do than to wait
+    rounds    of the compressor; None if there is no more to do than to wait, whatever its result
     pending   the collective that the next round waits for
     shape     of the tensor that the rounds go on with
     """
 
     rounds: Rounds | None
-    pending: PendingCollective[Tensor]
+    pending: PendingCollective[Any]
     shape: torch.Size
     label: str
 
@@ -323,12 +287,15 @@ class GradientAveraging(RequestExecutor):
             return self._begin_reduce(flat, bucket.owner, label)
         if self.compressor is None:  # the way of most gradients: no other function in between
             self.bytes_sent += 2 * (self._member.parts - 1) * flat.nbytes // self._member.parts
-            pieces = Pieces(flat, tuple(sorted(bucket.pieces.items())))
-            bucket.pieces = {}
-            pending = async_all_reduce_pieces_(
-                pieces, self._backend, ReduceOp.MEAN, algorithm=self._algorithm, label=label
+            # Of the backend's own memory: not to be checked in each pass, as a user's tensor is.
+            shape, changed, op = flat.shape, partial(increment_version, flat), ReduceOp.MEAN
+            options = (self._algorithm, False, label, None)
+            request = TensorRequest(
+                self._backend, "all_reduce", shape, flat.dtype, flat, flat, changed, options, op
             )
-            return PendingAverage(None, pending, flat.shape, label)
+            request.elsewhere = tuple(sorted(bucket.pieces.items()))
+            bucket.pieces = {}
+            return PendingAverage(None, request.issue(), shape, label)
         names = [self._names[parameter] for parameter in bucket.views]
         named = GradientBucket(flat, names, [parameter.shape for parameter in bucket.views])
         return self.begin(self.compressor.average_(named, self._member, self._feedback), label)

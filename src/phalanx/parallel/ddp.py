@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -36,7 +35,7 @@ from phalanx.parallel.joined_step import AveragingWrapper, InStep, Scaled, check
 from phalanx.parallel.reducer import Reducer
 from phalanx.parallel.uneven import Join, JoinPhase
 from phalanx.parallel.wrapper import claim
-from phalanx.torch_internals import disable_dynamo, inside_backward
+from phalanx.torch_internals import backward_number, disable_dynamo
 
 
 class DDP(AveragingWrapper):
@@ -171,11 +170,11 @@ class DDP(AveragingWrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._begin_forward()
-        return self._end_forward(self.module(*args, **kwargs))
+        return self._reducer.watch(self.module(*args, **kwargs))
 
     @disable_dynamo()  # torch.compile runs it as it is, and compiles the module's forward
     def _begin_forward(self) -> None:
-        if inside_backward():  # by activation checkpointing: nothing begins then
+        if backward_number() >= 0:  # by activation checkpointing: nothing begins then
             return
         reducer = self._reducer
         reducer.begin_forward()
@@ -189,12 +188,6 @@ class DDP(AveragingWrapper):
                 reducer.join.exchange(JoinPhase.FORWARD)
             if sends:
                 self._broadcast_buffers()
-
-    @disable_dynamo()
-    def _end_forward(self, outputs: Any) -> Any:
-        if torch.is_grad_enabled():
-            self._reducer.watch(outputs, recomputed=inside_backward())
-        return outputs
 
     def _broadcast_buffers(self) -> None:
         join = self._reducer.join

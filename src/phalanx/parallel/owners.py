@@ -56,8 +56,7 @@ class OwnedGradients:
     def end_pass(self, buckets: Iterable[Bucket]) -> None:
         """Leave each mean with its owner: on the others, `.grad` becomes None."""
         self.earlier.clear()
-        views = [item for bucket in buckets for item in bucket.views.items()]
-        for parameter, view in views if self.rank_of else ():
+        for parameter, view in [item for bucket in buckets for item in bucket.views.items()]:
             owner = self.rank_of.get(parameter)
             if owner == self._rank:
                 self._place[parameter] = view.data_ptr()

@@ -13,7 +13,7 @@ gradients arrived on rank 0.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NoReturn
 
 import torch
@@ -23,26 +23,32 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from xxhash import xxh3_64_hexdigest
 
 from phalanx.collectives import ReduceOp, all_reduce_, broadcast
+from phalanx.collectives.layout import chunk_ranges
+from phalanx.collectives.pieces import join
 from phalanx.compression.compressor import check_floating
 from phalanx.core.backend import Backend
 from phalanx.errors import DistributedError, MisuseError, UnsupportedOperationError
 from phalanx.parallel.averaging import (
+    LARGE,
     Bucket,
     GradientAveraging,
     PendingAverage,
     RowGradient,
     average_rows_,
     batches,
+    copy_others_part,
 )
+from phalanx.parallel.gradient_parts import GradientPart, mark_part
 from phalanx.parallel.guards import AVERAGING, UNANSWERED, DriftCheck, FiniteCheck, explain, refuse
 from phalanx.parallel.joined_step import InStep
 from phalanx.parallel.owners import OwnedGradients
-from phalanx.parallel.uneven import Join, JoinPhase, check_no_step
+from phalanx.parallel.uneven import OPEN_STEPS, Join, JoinPhase, check_no_step
 from phalanx.parallel.wrapper import WrapperHook
 from phalanx.torch_internals import (
     accumulates_everywhere,
     at_end_of_backward,
-    inside_backward,
+    backward_number,
+    disable_dynamo,
     post_accumulate_hooks,
     pytree,
 )
@@ -81,8 +87,8 @@ class Reducer:
         self._bucket_size = bucket_size
         self._find_unused = find_unused_parameters
         self._averaging = averaging
-        self._finite = finite
-        self._drift = drift
+        self._finite, self._drift = finite, drift
+        self._progress = backend.progress
         self._owned = OwnedGradients({}, backend.rank)
         self._names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
         self._without_hook = set(self._names)
@@ -97,27 +103,20 @@ class Reducer:
         # passes are not taken for each other, nor a pass that only one rank has given up.
         self._passes = self._failed = 0
         for parameter, name in self._names.items():
-            hooks = post_accumulate_hooks(parameter)
-            if any(isinstance(hook, WrapperHook) for hook in hooks):
+            if any(isinstance(hook, WrapperHook) for hook in post_accumulate_hooks(parameter)):
                 problem = f"another DDP averages the gradients of {name} already; "
                 refuse("DDP", backend.rank, problem + "delete that one first")
         self._put_hooks()
-        self._averaged = self._built = self._to_average()
+        self._averaged = self._built = tuple(p.requires_grad for p in self._names)
         self._make_buckets()
 
     def _put_hooks(self) -> None:
         """Put hooks on parameters that require gradients and lack them: torch takes no others."""
-        hook = WrapperHook(
-            Reducer._gradient_ready, weakref.ref(self)
-        )  # which keeps no reducer alive
+        hook = WrapperHook(Reducer._gradient_ready, weakref.ref(self))  # keeps no reducer alive
         for parameter in [p for p in self._without_hook if p.requires_grad]:
             handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             weakref.finalize(self, handle.remove)  # so that the module may be wrapped again
             self._without_hook.remove(parameter)
-
-    def _to_average(self) -> tuple[bool, ...]:
-        """Return for each parameter whether the pass that begins averages its gradient."""
-        return tuple(p.requires_grad or p in self._unsynchronized for p in self._names)
 
     def _make_buckets(self) -> None:
         """Make buckets of the parameters that are averaged. Nothing is sent."""
@@ -135,11 +134,10 @@ class Reducer:
         place = {p: at for at, p in enumerate(self._order)}
         size = self._bucket_size // (self._backend.world_size if owners else 1)  # as many are open
         runs = batches((p for p in place if p in in_buckets), size, owners)
-        self._buckets = []
+        self._buckets: list[BackwardBucket] = []
         for run in sorted(runs, key=lambda run: place[run[-1]]) if owners else runs:
             owner = owners.get(run[0])
-            self._buckets.append(Bucket(run, self._backend, in_pieces=in_pieces and owner is None))
-            self._buckets[-1].owner = owner
+            self._buckets.append(BackwardBucket(run, self._backend, owner, in_pieces=in_pieces))
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.views}
 
     @property
@@ -160,7 +158,8 @@ class Reducer:
 
     def begin_forward(self) -> None:
         """Begin anew: forget a backward pass that an error cut short."""
-        self._put_hooks()
+        if self._without_hook:
+            self._put_hooks()
         filled = any(len(bucket.pending) < len(bucket.views) for bucket in self._buckets)
         self._failed += self._open or filled
         self._callback_queued = self._open = self.zero_weight = False
@@ -177,20 +176,22 @@ class Reducer:
             raise
         self._averaging.end_pass(self._buckets, skipped=True)
 
-    def watch(self, outputs: Any, *, recomputed: bool) -> None:
-        """Let the backward pass from these outputs end with averaged gradients.
+    @disable_dynamo()
+    def watch(self, outputs: Any) -> Any:
+        """Let the backward pass from these outputs end with averaged gradients. Return them.
 
         A hook on the outputs queues the callback, so that it belongs to the outermost backward
         pass, also when activation checkpointing runs others inside it.
-
-        recomputed   whether a checkpoint runs this forward pass again
         """
-        leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
-        nodes = {leaf.grad_fn for leaf in leaves} - {None}
+        if not torch.is_grad_enabled():
+            return outputs
+        leaves = pytree.tree_leaves(outputs)
+        nodes = {leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)} - {None}
         for node in nodes:
             node.register_prehook(self._output_gradients_ready)  # type: ignore[union-attr]
-        if nodes and self.synchronize and not recomputed:
+        if nodes and self.synchronize and backward_number() < 0:  # not if a checkpoint repeats it
             self.unanswered += 1
+        return outputs
 
     def check_complete(self, parameters: dict[str, nn.Parameter]) -> None:
         """Refuse to train parameters that came after DDP was built."""
@@ -206,7 +207,7 @@ class Reducer:
     def _output_gradients_ready(self, grads: tuple[Tensor | None, ...]) -> Any:
         # A pass for chosen tensors (autograd.grad, inputs=) averages if a parameter is among them:
         # its hook begins. There is no reentrant checkpointing in it, for which that is too late.
-        if not self._callback_queued:
+        if self._owned.rank_of and not self._callback_queued:
             self._owned.begin_pass(self._unsynchronized)
             join = self.join
             ranks_left = isinstance(join, InStep) and len(join.active) < self._backend.world_size
@@ -233,12 +234,13 @@ class Reducer:
             self._follow_freezing()
             if self.join is not None:
                 self.join.exchange(phase, count=int(bool(self._owned.earlier)))
-            else:
+            elif OPEN_STEPS:
                 check_no_step("DDP", self._backend)
 
     def _follow_freezing(self) -> None:
         """Average the parameters trained now in this pass; the labels tell ranks that differ."""
-        if (averaged := self._to_average()) != self._averaged:
+        averaged = tuple(p.requires_grad or p in self._unsynchronized for p in self._names)
+        if averaged != self._averaged:
             for parameter, name in self._names.items():
                 if parameter.requires_grad and self._averaging.compressor is not None:
                     check_floating(parameter, f"rank {self._backend.rank}: DDP: {name}")
@@ -353,25 +355,27 @@ class Reducer:
             self._passes += 1
             divisor = join.divisor if join is not None else world
             self._finish_buckets(world / divisor)
-            averaged = [*self._buckets, *self._average_rows(divisor)]
+            averaged = [*self._buckets, *(self._average_rows(divisor) if self._rows else ())]
             self._open = False
             self._unsynchronized.clear()
             if self._find_unused:
                 self._drop_unused(unused)
             skipped = self._finite is not None and self._finite.agree(averaged)
-            self._averaging.end_pass(averaged, skipped=skipped)
+            if self._averaging.compressor is not None:
+                self._averaging.end_pass(averaged, skipped=skipped)
         except DistributedError as error:
             self._explain(error)
             raise
         if skipped:
             for parameter in self._trained:
                 parameter.grad = None
-        self._owned.end_pass(self._buckets)
+        if self._owned.rank_of:
+            self._owned.end_pass(self._buckets)
         if self._drift is not None:
             self._drift.pass_is_over(join.active if join is not None else list(range(world)))
         if phase is JoinPhase.BACKWARD and self._arrivals is not None:
             self._adopt_arrival_order(self._arrivals)
-        self._backend.progress.count(self)
+        self._progress.count(self)
 
     def _average_rows(self, divisor: int) -> list[RowGradient]:
         if self._finite is not None:
@@ -387,7 +391,9 @@ class Reducer:
         started, self._started = self._started, []
         for bucket in self._buckets:
             bucket.pending.update(bucket.views)
-            bucket.join()
+            if bucket.pieces:  # of a pass that was cut short
+                join(bucket.flat, tuple(bucket.pieces.items()))
+                bucket.pieces = {}
         self._averaging.finish(started)
         if scale != 1:
             for bucket in self._buckets[: len(started)]:
@@ -457,12 +463,48 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:NAMES_SHOWN]) + more
 
 
-# ------------------------------------------------------------------------------
-# Before each step of any optimizer torch calls a hook. A parameter names its reducer by its own.
+class BackwardBucket(Bucket):
+    """A bucket of gradients, which a backward pass brings one by one.
+
+    in_pieces   whether `put` leaves this rank's own slice, which nobody else reads, in place
+    pending     the parameters whose gradients have not come in this pass
+    """
+
+    def __init__(
+        self, run: Sequence[Tensor], backend: Backend, owner: int | None, *, in_pieces: bool
+    ) -> None:
+        super().__init__(run, backend)
+        backend.check_movable(self.flat, "DDP")
+        self.owner = owner
+        self.pieces: dict[int, Tensor] = {}
+        self.pending = set(run)
+        in_pieces = in_pieces and owner is None and self.flat.nbytes >= LARGE and self.flat.is_cpu
+        slices = chunk_ranges(self.flat.numel(), backend.world_size)
+        self._own = slices[backend.rank] if in_pieces else (0, 0)
+
+    def put(self, parameter: Tensor) -> None:
+        """Make a parameter's complete gradient (None are zeros) a view of the bucket."""
+        grad, view, (low, high) = parameter.grad, self.views[parameter], self._own
+        start = (view.data_ptr() - self.flat.data_ptr()) // view.itemsize
+        first, last = max(low - start, 0), min(high - start, view.numel())  # of its elements
+        if first < last:
+            self.pieces.pop(start + first, None)
+        if grad is None:
+            view.zero_()
+        elif grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
+            values = grad.detach()  # it has a graph after backward(create_graph=True)
+            if first < last and values.is_contiguous():
+                self.pieces[start + first] = copy_others_part(view, values, first, last)
+            else:
+                view.copy_(values)
+        parameter.grad = view.detach()  # not the view itself, whose `.data` a program may replace
+        if type(grad) is GradientPart:
+            mark_part(parameter)
 
 
 def _check_step(optimizer: Optimizer, *_: object) -> None:
-    if not inside_backward():  # as ordinary steps are
+    """Look before each step of any optimizer. A parameter names its reducer by its own hook."""
+    if backward_number() < 0:  # as ordinary steps are
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:

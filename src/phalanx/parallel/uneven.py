@@ -64,7 +64,7 @@ def headers(backend: Backend) -> int:
 
 def check_no_step(who: str, backend: Backend) -> None:
     """Raise `MisuseError` if a step is under way on this backend, of another wrapper."""
-    if OPEN_STEPS and backend in OPEN_STEPS:
+    if backend in OPEN_STEPS:
         problem = "a backward pass averages inside the step() of another wrapper, without weights"
         refuse(who, backend.rank, f"{problem}: call step() of one around the whole model")
 

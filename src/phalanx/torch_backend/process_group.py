@@ -37,7 +37,6 @@ from phalanx.torch_internals import (
     at_end_of_backward,
     backward_number,
     dispatch_modes,
-    inside_backward,
     pytree,
     untraced,
 )
@@ -164,7 +163,7 @@ class CollectiveMethods:
             work = asked.request.issue()
         except DistributedError as error:
             failure = as_torch(error)
-            in_backward = inside_backward()
+            in_backward = backward_number() >= 0
             if blocking or not in_backward or self._backward_failed:
                 raise failure from None
             return ProcessGroupWork((), at_end=self._wait_at_end, error=failure)

@@ -30,7 +30,7 @@ from typing_extensions import override
 from phalanx.core.work import AnyOf
 from phalanx.errors import DistributedError
 from phalanx.torch_backend.errors import as_torch
-from phalanx.torch_internals import future_in_cpp, inside_backward, is_called_by_engine, untraced
+from phalanx.torch_internals import backward_number, future_in_cpp, is_called_by_engine, untraced
 
 if TYPE_CHECKING:
     from phalanx.core.work import Work
@@ -144,7 +144,7 @@ class ProcessGroupWork(c10d.Work):
         return self._future
 
     def _make_future(self) -> Any:
-        in_backward = inside_backward()
+        in_backward = backward_number() >= 0
         for_cpp = in_backward and is_called_by_engine(1)
         if for_cpp:
             waits = any(tensor.dtype is torch.float16 for tensor in self._tensors)

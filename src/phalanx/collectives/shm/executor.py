@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from phalanx.collectives.pieces import Elsewhere, join, runs_of
+from phalanx.collectives.pieces import Elsewhere, join
 from phalanx.collectives.plan import Key
 from phalanx.collectives.shm import plan as plans
 from phalanx.collectives.shm.plan import LINE, make_shm_plan
@@ -153,13 +153,13 @@ class ShmCollective:
         yield shared.epoch(first=True, shown=shown, places=plan.waits_for)
         if counters is not None:
             counters.took(self.taken)
-        given = [shared.given(giver) for giver in plan.givers]
-        if None not in given:
-            yield from self._in_place([region for region in given if region], out, elsewhere)
+        regions = [shared.shown(giver) for giver in plan.givers]
+        if None not in regions:
+            yield from self._in_place([each for each in regions if each], out, elsewhere)
             return
         if source_tensor is not None and elsewhere:
             join(source_tensor, elsewhere)
-        if any(given):  # some have not staged anything yet
+        if any(regions):  # some have not staged anything yet
             if shown is not None:
                 yield from self._stage(source, 0)
             yield shared.epoch()
@@ -186,33 +186,36 @@ class ShmCollective:
 
     # In place -------------------------------------------------------------------------------
 
-    def _in_place(self, given: list[Region], out: int, elsewhere: Elsewhere) -> Iterator[Program]:
+    def _in_place(
+        self, regions: list[tuple[Region, Region]], out: int, elsewhere: Elsewhere
+    ) -> Iterator[Program]:
         """Read inputs and collect results, both in place."""
         shared, plan = self.shared, self.plan
         try:
             if plan.form.passed_on:
-                yield from self._pass_on(given, out, elsewhere)
+                yield from self._pass_on(regions, out, elsewhere)
             else:
-                self._take_whole(given, out, elsewhere)
+                self._take_whole([given for given, _ in regions], out, elsewhere)
         except UnreadableError as error:
             yield shared.after(error)
         # A member that gives waits until it is read. One that only takes does not wait for takers.
         is_read = not plan.form.from_root or plan.gives
         yield shared.epoch(last=True, places=None if is_read else ())
 
-    def _pass_on(self, given: list[Region], out: int, elsewhere: Elsewhere) -> Iterator[Program]:
+    def _pass_on(
+        self, regions: list[tuple[Region, Region]], out: int, elsewhere: Elsewhere
+    ) -> Iterator[Program]:
         """Reduce a block of this rank's slice, and collect the others' blocks of theirs.
 
         A block that this rank writes has been read by the one that has reduced it, before they met.
         """
         shared, plan = self.shared, self.plan
-        results = [shared.result(place) for place in range(plan.size)]
-        at = [(address + plan.mine[0], peer) for address, peer in given]
-        for first, last in plan.blocks():
+        at = [(address + plan.mine[0], peer) for (address, peer), _ in regions]
+        for first, last, others in plan.blocks:
             self._reduce_slice(at, out + plan.mine[0], first, last, elsewhere)
             yield shared.epoch()
-            for place, start, length in plan.others(first, plan.block) if plan.gets else ():
-                address, peer = results[place]
+            for place, start, length in others if plan.gets else ():
+                address, peer = regions[place][1]
                 if peer is not None:
                     peer.read(out + start, address + start, length)
                 else:
@@ -342,34 +345,49 @@ class ShmCollective:
                 if peer is not None:
                     here = scratch + number * step
                     peer.read(here, address + first, count)
-                view = self._own_view if number == self.plan.place else self._view
-                views.append(view(here, count))
-            self._reduction.reduce(views, self._own_view(out + first, count))
+                views.append(self._view(here, count, own=number == self.plan.place))
+            into = self._view(out + first, count, own=True)
+            if self._of_two is not None:
+                self._of_two(*views, out=into)
+            else:
+                self._reduction.reduce(views, into)
 
-    def _own_view(self, address: int, length: int) -> Tensor:
-        """Return memory of this rank as a tensor.
+    def _view(self, address: int, length: int, *, own: bool) -> Tensor:
+        """Return memory as a tensor: shared, scratch, or this rank's own. It keeps nothing alive,
+        and is used while the memory is there.
 
         Of ordinary memory only a few views are remembered. The next tensor may lie elsewhere, and a
         small block of the heap that stays between large ones keeps them from being joined and used
         again.
         """
-        view = self._own_views.get((address, length))
-        if view is not None:
-            return view
-        if self.shared.find(address, length) is not None:
-            return self._view(address, length)
-        return self._remember(self._own_views, KEPT_OF_OWN, address, length)
-
-    def _view(self, address: int, length: int) -> Tensor:
-        """Return shared memory, or scratch, as a tensor. It keeps nothing alive, and is used while
-        the memory is there.
-        """
-        view = self._views.get((address, length))
-        return self._remember(self._views, KEPT, address, length) if view is None else view
-
-    def _remember(self, views: Views, most: int, address: int, length: int) -> Tensor:
-        if len(views) >= most:
-            views.clear()
-        view = tensor_at(address, length // self.plan.itemsize, self.dtype, keeping=None)
-        views[address, length] = view
+        place, views, most = (address, length), self._views, KEPT
+        view = self._own_views.get(place) if own else None
+        if view is None:
+            view = views.get(place)
+        if view is None:
+            if own and self.shared.find(address, length) is None:
+                views, most = self._own_views, KEPT_OF_OWN
+            if len(views) >= most:
+                views.clear()
+            view = tensor_at(address, length // self.plan.itemsize, self.dtype, keeping=None)
+            views[place] = view
         return view
+
+
+def runs_of(
+    start: int, stop: int, elsewhere: Elsewhere
+) -> Iterator[tuple[int, int, tuple[int, Tensor] | None]]:
+    """Cut elements `start` to `stop` of a tensor into runs (first, last, piece that has it).
+
+    The piece is None for a run that lies in the tensor.
+    """
+    for piece in elsewhere:
+        first, values = piece
+        last = min(stop, first + values.numel())
+        if start < min(first, stop):
+            yield start, min(first, stop), None
+        if max(start, first) < last:
+            yield max(start, first), last, piece
+        start = max(start, last)
+    if start < stop:
+        yield start, stop, None

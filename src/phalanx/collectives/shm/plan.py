@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from types import MappingProxyType
 from typing import NamedTuple
@@ -211,14 +212,18 @@ class ShmPlan:
                 stage=number + 1 if number + 1 < count else None,
             )
 
-    def blocks(self) -> Iterator[tuple[int, int]]:
-        """Yield the (first, last) byte of its slice to reduce before each epoch in place.
+    @cached_property
+    def blocks(self) -> tuple[tuple[int, int, tuple[tuple[int, int, int], ...]], ...]:
+        """The (first, last) byte of its slice to reduce before each epoch in place, and what there
+        is to collect of the others' after it.
 
         As many for each member: `last` is below `first` if its slice is shorter.
         """
-        length = self.mine[1] - self.mine[0]
-        for first in range(0, self.longest, self.block):
-            yield first, min(first + self.block, length)
+        length, block = self.mine[1] - self.mine[0], self.block
+        return tuple(
+            (first, min(first + block, length), tuple(self.others(first, block)))
+            for first in range(0, self.longest, block)
+        )
 
     def bytes_read(self, by: int, giver: int, root: int) -> int:
         """Return the number of bytes that one member reads of another one's memory."""

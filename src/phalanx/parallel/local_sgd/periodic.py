@@ -39,7 +39,7 @@ from phalanx.parallel.local_sgd.state import (
 from phalanx.parallel.local_sgd.steps import StepCounter
 from phalanx.parallel.uneven import Join, JoinPhase, check_joinable
 from phalanx.parallel.wrapper import Wrapper, claim, owner_of
-from phalanx.torch_internals import inside_backward
+from phalanx.torch_internals import backward_number
 
 log = logging.getLogger("phalanx")
 
@@ -159,7 +159,7 @@ class PeriodicSync(Wrapper):
         early = self.steps <= self.start_after
         period = 1 if early else self.every
         if self._counter.since >= period:
-            if before_step and inside_backward():
+            if before_step and backward_number() >= 0:
                 self._refuse(
                     "an optimizer steps inside a backward pass, as in a hook, and a sync is due "
                     "before that: it would write parameters that the pass still needs. Not all "

@@ -8,8 +8,7 @@ of a flag, `run_ahead.py` the use of slots).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from os import cpu_count, sched_yield
-from time import perf_counter
+from os import cpu_count
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +28,7 @@ from phalanx.errors import BackendUnavailableError
 from phalanx.transport.crowding import is_crowded
 from phalanx.transport.shm.cross_memory import VARIABLE
 from phalanx.transport.shm.directory import READS, WEAK_ORDER
-from phalanx.transport.shm.epoch import FlagWait, ShmEpoch
+from phalanx.transport.shm.epoch import PATIENCE, FlagWait, ShmEpoch
 from phalanx.transport.shm.peer_slot import (
     BROKEN,
     CLOSED,
@@ -51,10 +50,8 @@ if TYPE_CHECKING:
     from phalanx.transport.shm.domain import HostDomain
 
 STAGE = 8 << 20  # bytes of staging memory, of which large tensors use all
-QUICK = 50  # looks at a flag, of some 0.1 us, before the processor is offered to others
 KEPT = 1024  # addresses of which it is known whether they can be read
 NEVER = 1 << 63  # no flag is raised as high
-PATIENCE = 200e-6  # seconds that a rank spins before it parks
 
 
 class ControlBlock(SharedGroup):
@@ -66,6 +63,8 @@ class ControlBlock(SharedGroup):
     known      those of the others that have
     run_ahead  the entry, slot and part of the staging memory that this rank uses next
     met        all others are known to have raised their flags as high
+    flags      the words of members, once all of them have made the group
+    patience   seconds that this rank spins at most
     late       the words of the member that this rank has waited for last; None: for nobody
     """
 
@@ -94,11 +93,11 @@ class ControlBlock(SharedGroup):
         self.slots_of[self.place] = self.mine
         self.known: list[PeerSlot] = []
         self.others = [domain.local_peers[peer] for peer in ranks if peer != rank]
-        self._flags: dict[Places, list[memoryview]] = {}  # the words of others, once known
+        self.flags: dict[Places, list[memoryview]] = {}
         words = [domain.directory.words, *(other.words for other in self.others)]
         self.is_readable = all(directory[READS] for directory in words)
         self.share_of_cores = (cpu_count() or 1) // (1 + len(domain.local_peers))
-        self._patience = 0.0 if any(other.is_here for other in self.others) else PATIENCE
+        self.patience = 0.0 if any(other.is_here for other in self.others) else PATIENCE
         self.fence = domain.fence
         domain.directory.add_control_block(group, number, offset)
 
@@ -137,7 +136,7 @@ class ControlBlock(SharedGroup):
 
     def have_met(self, value: int) -> bool:
         """Return, without waiting, whether all others have raised their flags as high."""
-        flags = self._flags.get(None) or self._find(None)
+        flags = self.flags.get(None) or self.find_flags(None)
         if flags is not None:
             self.met = max(self.met, min(words[FLAG] for words in flags))
         if WEAK_ORDER:
@@ -213,14 +212,19 @@ class ControlBlock(SharedGroup):
         return is_crowded()
 
     @override
-    def given(self, place: int) -> Region | None:
-        return self.peer(place).region(GIVEN[self.run_ahead.turn])
-
-    @override
-    def result(self, place: int) -> Region:
-        region = self.peer(place).region(RESULT[self.run_ahead.turn])
-        assert region is not None
-        return region
+    def shown(self, place: int) -> tuple[Region, Region] | None:
+        slot, turn = self.slots_of[place], self.run_ahead.turn
+        assert slot is not None
+        words, entry = slot.words, (GIVEN[turn], RESULT[turn])
+        if not words[entry[0]]:
+            return None
+        given, result = (
+            (offset, slot.peer)
+            if segment > ORDINARY
+            else (slot.segments[segment - 1].start + offset, None)
+            for segment, offset in [(words[word], words[word + 1]) for word in entry]
+        )
+        return given, result
 
     @override
     def scratch(self, size: int) -> int:
@@ -241,32 +245,6 @@ class ControlBlock(SharedGroup):
 
     # Epoch --------------------------------------------------------------------------------
 
-    def spin(self, value: int, places: Places, seconds: float = PATIENCE) -> bool:
-        """Spin a short while until these have arrived at an epoch; False if they have not.
-
-        For so many seconds at most; for less where it does not pay.
-        """
-        flags = self._flags.get(places)
-        if flags is None:
-            flags = self._find(places)
-            if flags is None:
-                return False
-        for words in flags:
-            if words[FLAG] < value:
-                self.late = words
-                for _ in range(QUICK if self._patience else 0):
-                    if words[FLAG] >= value:
-                        break
-                else:
-                    until = perf_counter() + min(self._patience, seconds)
-                    while words[FLAG] < value:
-                        if perf_counter() > until:
-                            return False
-                        sched_yield()
-        if WEAK_ORDER:
-            self.fence()
-        return True
-
     def find_peer(self, place: int) -> PeerSlot | None:
         """Return the peer slot of a member, if it has made the group by now."""
         peer = self._domain.local_peers[self.ranks[place]]
@@ -275,14 +253,14 @@ class ControlBlock(SharedGroup):
             self.known.append(slot)
         return slot
 
-    def _find(self, places: Places) -> list[memoryview] | None:
+    def find_flags(self, places: Places) -> list[memoryview] | None:
         """Return the words of these members, if all of them have made the group."""
         others = places
         if others is None:
             others = tuple(place for place in range(self.size) if place != self.place)
         if not all(self.slots_of[place] or self.find_peer(place) for place in others):
             return None
-        flags = self._flags[places] = [self.peer(place).words for place in others]
+        flags = self.flags[places] = [self.peer(place).words for place in others]
         return flags
 
     # The end --------------------------------------------------------------------------------

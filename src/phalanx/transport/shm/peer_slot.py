@@ -16,7 +16,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phalanx.core.shared_group import Region
 from phalanx.transport.shm.directory import LocalPeer
 from phalanx.transport.shm.run_ahead import AHEAD
 from phalanx.transport.shm.segments import Segment
@@ -40,7 +39,7 @@ class PeerSlot:
     ) -> None:
         self.rank = rank  # of the whole job
         self.peer = segments if isinstance(segments, LocalPeer) else None  # whose slot it is
-        self._segments = segments
+        self.segments = segments
         self._segment = segment = segments[number]
         self.words = segment.words[offset // 8 : (offset + SLOTS) // 8]
         self._slots = offset + SLOTS
@@ -56,18 +55,7 @@ class PeerSlot:
     @property
     def stage_address(self) -> int:
         """Return the address of its staging memory in this process."""
-        return self._address(STAGED)
-
-    def region(self, word: int) -> Region | None:
-        """Return the place of the memory in this word and the next one; None: it shows none."""
-        if not self.words[word]:
-            return None
-        if self.words[word] <= ORDINARY:
-            return self._address(word), None
-        return self.words[word + 1], self.peer
-
-    def _address(self, word: int) -> int:
-        return self._segments[self.words[word] - 1].start + self.words[word + 1]
+        return self.segments[self.words[STAGED] - 1].start + self.words[STAGED + 1]
 
 
 def peer_slot(peer: LocalPeer, group: int) -> PeerSlot | None:

@@ -100,6 +100,7 @@ class Mesh:
     token       the job's secret; without one only callers of this host are let in
     tls         the TLS settings for peers on other hosts
     host        the host's name, if it is given; "": the machine decides
+    refused     the peers whose connection is to be told of room: `resume`
     domain      the memory that this rank shows to others of its host, if any
     addresses   the listening address of each rank, once known: before, the rendezvous judges the
                 end of a connection (`gone`, by rank) and word of a failure (`told`)
@@ -122,6 +123,7 @@ class Mesh:
         self.token = token
         self.tls = tls or Tls(token)
         self.connections: dict[int, Connection] = {}
+        self.refused: set[int] = set()
         self.addresses: dict[int, Address] = {}
         self.gone: dict[int, str] = {}
         self.told: Failure | None = None
@@ -498,13 +500,14 @@ class Connection:
 
     def resume(self) -> None:
         """Read again: a receive was posted, so there may be room for a message that was refused."""
+        self.mesh.refused.discard(self.peer)
         if self._owed:
             self._pay(self._arrival)
-        if self.paused:
+        if self._decoder.paused:
             self._watch(self._events | READ)
             try:
                 self._decoder.received(0)
-                if not self._decoder.paused:
+                if not self.paused:
                     self._tell_room()
             except FrameError as error:
                 self.mesh.link_broke(self, str(error))
@@ -527,7 +530,10 @@ class Connection:
                 or arrival.total != header.total
             ):
                 raise FrameError("a frame that continues no message")
-            return (always or matching.has_room(arrival, peer, header.length)) and arrival
+            if always or matching.has_room(arrival, peer, header.length):
+                return arrival
+            self.mesh.refused.add(peer)
+            return False
         if arrival is not None and arrival.filled < arrival.total:
             raise FrameError("a message begins inside another one")
         if not (
@@ -535,6 +541,7 @@ class Connection:
             or matching.is_wanted(channel, peer)
             or matching.has_room(None, peer, header.length)
         ):
+            self.mesh.refused.add(peer)
             return False
         if whole is not None:
             matching.deliver(channel, peer, whole, header.fingerprint)
@@ -607,8 +614,10 @@ class Connection:
         if self.mesh.engine.matching.has_room(arrival, self.peer, MAX_PAYLOAD):
             self._owed = 0
             ring.taken(owed)
-        elif owed < ring.pieces:
-            return
+        else:
+            self.mesh.refused.add(self.peer)
+            if owed < ring.pieces:
+                return
         if owed == ring.pieces:
             self._tell_room()
 
@@ -653,6 +662,7 @@ class TlsConnection(Connection):
     def _look_again(self) -> bool:
         """Let the next turn read what TLS has left, if anything; return whether it will."""
         sock = self.sock
+        self.mesh.refused.add(self.peer)  # always: TLS may have what was not read for want of room
         if sock.read_waits:
             self._watch(self._events | WRITE)
         if not (self._looks or (sock.pending() and self._events & READ)):

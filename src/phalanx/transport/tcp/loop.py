@@ -62,9 +62,13 @@ class Reactor:
         seconds = min(seconds, LONGEST_SLEEP)
         if self._timers:
             seconds = min(seconds, self._timers[0][0] - monotonic())
+        select, seconds = self._selector.select, max(seconds, 0.0)
+        until, events = monotonic() + min(seconds, spin), None
         lock.release()
         try:
-            events = self._wait(max(seconds, 0.0), spin)
+            while not events and monotonic() < until:
+                events = select(0.0)
+            events = events or select(seconds)
         finally:
             lock.acquire()
         if self._woken.fileno() < 0:  # it was closed meanwhile
@@ -76,14 +80,6 @@ class Reactor:
                 now.data(bool(mask & READ), bool(mask & WRITE))
         while self._timers and self._timers[0][0] <= now_due:
             heapq.heappop(self._timers)[2]()
-
-    def _wait(self, seconds: float, spin: float) -> list[tuple[selectors.SelectorKey, int]]:
-        """Return the sockets that are ready, if any becomes so in time."""
-        until = monotonic() + min(seconds, spin)
-        while monotonic() < until:
-            if events := self._selector.select(0.0):
-                return events
-        return self._selector.select(seconds)
 
     def sleeper(self, other: int) -> Callable[[], object]:
         """Return a function that blocks until `turn` has work, or this other file can be read.

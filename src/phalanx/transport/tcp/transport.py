@@ -81,6 +81,7 @@ class TcpTransport(Transport):
         self.first_look = FIRST_LOOK
         self.expiry_check = EXPIRY_CHECK
         self.spin = 0.0
+        self.refused = self.mesh.refused
         self._connections = self.mesh.connections
         self._condition = threading.Condition(engine.lock)
         self._next_glance = 0.0
