@@ -14,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for scripts that import this
 
 from waiting import PATIENCE, wait_until
+from warm_python import warm_python
 
 RUN = [sys.executable, "-m", "phalanx.launch"]  # as `phalanx run`
 LAUNCHERS = ("PHALANX_", "TORCH", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_", "SLURM_")
@@ -53,6 +54,13 @@ def wait(backend):
 if __name__ == "__main__":
     spawn(wait, 2)
 """
+
+
+def run_of_warm_ranks() -> list[str]:
+    """As `RUN`, for ranks that import torch: they are forks that have it."""
+    program = f"import runpy, sys; sys.executable = {warm_python()!r}; "
+    module = "runpy.run_module('phalanx.launch', run_name='__main__', alter_sys=True)"
+    return [sys.executable, "-c", program + module]
 
 
 def environ_without_launcher() -> dict[str, str]:

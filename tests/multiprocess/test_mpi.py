@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
 from forms import sizes
 from mpi_jobs import TESTS, needs_mpi, run_under_mpi
+from processes import run_python
 from test_training import alone
 
 HERE = Path(__file__).parent
@@ -74,9 +74,7 @@ def test_a_process_that_mpirun_has_not_started_is_a_world_of_one() -> None:
         with MpiBackend() as backend:
             print(backend.rank, backend.world_size, all_reduce(torch.ones(2), backend).tolist())
     """
-    ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
-    )
+    ended = run_python(["-c", script])
     assert (ended.returncode, ended.stdout) == (0, "0 1 [1.0, 1.0]\n"), ended.stderr
 
 
