@@ -198,6 +198,10 @@ def _take_environment(environ: Mapping[str, str]) -> None:
     os.environ.update(environ)
     paths = environ.get("PYTHONPATH", "").split(":")
     sys.path[:0] = [path for path in paths if path and path not in sys.path]
+    if "MALLOC_MMAP_THRESHOLD_" in environ:  # which malloc reads at its start
+        from given_back import give_back
+
+        give_back()
     if "PYTHONUNBUFFERED" in environ:
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     if "OMP_NUM_THREADS" in environ:
