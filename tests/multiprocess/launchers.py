@@ -141,10 +141,11 @@ def finish(launch: Launch) -> tuple[int, list[str], list[str]]:
 
 
 def run_script(text: str, folder: Path, *words: str, ranks: int = 2, **environ: str) -> Launch:
-    """Start `phalanx run` on a script of this text, with `words` for it."""
+    """Start `phalanx run` on a script of this text, which may import torch, with these words."""
     script = folder / "script.py"
     script.write_text(text)
-    start = [*RUN, "-n", str(ranks), str(script), *words]
+    run = run_of_warm_ranks() if "phalanx" in text else RUN
+    start = [*run, "-n", str(ranks), str(script), *words]
     return Launch(start, folder, {**environ_without_launcher(), **environ})
 
 

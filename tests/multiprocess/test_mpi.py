@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 
 # Messages are the mesh's, which is that of the cluster "hybrid": the short form tries them there.
-OF_MESSAGES = ("any_source", "any_source_leaving", "isend", "messages", "wait_any")
+OF_MESSAGES = ("any_source", "any_source_leaving", "isend", "messages", "retries", "wait_any")
 
 
 @needs_mpi
