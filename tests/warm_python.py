@@ -81,7 +81,10 @@ os._exit(code)
 
 @functools.cache
 def warm_python() -> str:
-    """The path of the program. It works as long as this process lives."""
+    """The path of the program, which works as long as this process lives. Elsewhere than on Linux
+    it is Python itself."""
+    if sys.platform != "linux":
+        return sys.executable
     folder = tempfile.mkdtemp(prefix="python-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     listener = socket.socket(socket.AF_UNIX)
