@@ -116,7 +116,7 @@ def test_groups_that_every_rank_makes_and_uses_in_another_order_all_complete(
         rank, size = backend.rank, backend.world_size
         everyone = [c for k in range(2, size + 1) for c in itertools.combinations(range(size), k)]
         mine = [members for members in everyone if rank in members]
-        for number in range(10):
+        for number in range(sizes(4, 10)):
             random.Random(100 * number + rank).shuffle(mine)
             groups = {members: backend.subgroup(members) for members in mine}
             length = 20_000 if number % 2 else 3

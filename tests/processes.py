@@ -48,6 +48,7 @@ class PythonProgram:
     words     what follows `python` on a command line: a script, or -m or -c and what goes with it
     environ   its whole environment; that of this process, if it is not given
     folder    in which it runs; that of this process, if it is not given
+    python    what it starts as `sys.executable`; the one of this process, if it is not given
 
     What is read by the start of Python, or by the import of torch, is that of the server: of the
     environment, variables such as PYTHONPATH or MALLOC_TRIM_THRESHOLD_. There is nothing on stdin,
@@ -60,10 +61,11 @@ class PythonProgram:
         *,
         environ: Mapping[str, str] | None = None,
         folder: Path | str = ".",
+        python: str = sys.executable,
     ) -> None:
         self._words = [*words]
         self._output = tempfile.TemporaryDirectory(prefix="output-")
-        place = os.path.abspath(folder), self._output.name
+        place = os.path.abspath(folder), self._output.name, python
         environ = dict(os.environ if environ is None else environ)
         self._process = fork_server().Process(target=_become, args=(self._words, environ, *place))
         self._process.start()
@@ -83,10 +85,14 @@ class PythonProgram:
 
 
 def run_python(
-    words: Sequence[str], *, environ: Mapping[str, str] | None = None, folder: Path | str = "."
+    words: Sequence[str],
+    *,
+    environ: Mapping[str, str] | None = None,
+    folder: Path | str = ".",
+    python: str = sys.executable,
 ) -> subprocess.CompletedProcess[str]:
     """Run a `PythonProgram` to its end."""
-    return PythonProgram(words, environ=environ, folder=folder).finish()
+    return PythonProgram(words, environ=environ, folder=folder, python=python).finish()
 
 
 def run_job(
@@ -103,7 +109,9 @@ def run_job(
     return [program.finish() for program in started]
 
 
-def _become(words: list[str], environ: dict[str, str], folder: str, output: str) -> None:
+def _become(
+    words: list[str], environ: dict[str, str], folder: str, output: str, python: str
+) -> None:
     for number, name in ((1, "out"), (2, "err")):
         with open(os.path.join(output, name), "ab") as file:
             os.dup2(file.fileno(), number)
@@ -112,6 +120,12 @@ def _become(words: list[str], environ: dict[str, str], folder: str, output: str)
     os.environ.update(environ)
     if "OMP_NUM_THREADS" in environ:
         sys.modules["torch"].set_num_threads(int(environ["OMP_NUM_THREADS"]))
+    sys.executable = python
+    run_words(words, folder)
+
+
+def run_words(words: list[str], folder: str) -> None:
+    """Do what `python words...` does in that folder, in this process."""
     match words:
         case ["-m", module, *arguments]:
             sys.argv = [module, *arguments]

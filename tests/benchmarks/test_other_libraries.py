@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from processes import run_python
+from warm_python import warm_python
 
 SCRIPT = str(Path(__file__).parents[2] / "benchmarks" / "other_libraries.py")
 
@@ -37,7 +38,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     folder = tmp_path_factory.mktemp("figures")
     backends = ("--backends", ",".join(("tcp", *OTHERS, *ALONE)))
     asked = words("all_reduce", "ddp", "fsdp", *backends, "--width", "64")
-    return found_in(folder, run_python(asked, folder=folder))
+    return found_in(folder, run_python(asked, folder=folder, python=warm_python()))
 
 
 def test_other_libraries_are_measured_where_they_are_installed(found: Found) -> None:
@@ -68,7 +69,7 @@ def test_steps_without_communication_show_what_the_machine_can_do(found: Found) 
 def test_fully_shard_trains_in_memory_of_phalanx_s_group(tmp_path: Path) -> None:
     """Not beside alone+fully_shard, over whose group torch would then gather the result."""
     asked = words("fsdp", "--backends", GROUP_MEMORY, "--width", "64")
-    figures, _ = found_in(tmp_path, run_python(asked, folder=tmp_path))
+    figures, _ = found_in(tmp_path, run_python(asked, folder=tmp_path, python=warm_python()))
     reasons = [left["reason"] for left in figures["left_out"]]
     wrong = {line["peer"]: line["wrong"] for line in figures["lines"]}
     assert wrong == ({} if reasons else {GROUP_MEMORY: 0})
@@ -86,7 +87,7 @@ def test_mpi_is_measured_under_mpirun(tmp_path: Path) -> None:
     collectives = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
     backends = ("--backends", "phalanx-mpi,mpi", "--seconds", "0.0005")
     ended = subprocess.run(
-        [*mpirun, sys.executable, *words(*collectives, "p2p", "barrier", *backends)],
+        [*mpirun, warm_python(), *words(*collectives, "p2p", "barrier", *backends)],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -17,7 +17,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from commands import PHALANX
 from documents import PAGES, blocks
 from first_hour import (
     step0_plain,
@@ -26,6 +25,7 @@ from first_hour import (
     step3_checkpoints,
     step4_fsdp,
 )
+from launchers import run_of_warm_ranks
 from processes import run_job, run_python
 from scripts_in_steps import (
     Held,
@@ -191,7 +191,7 @@ def test_sigterm_leaves_a_checkpoint_from_which_another_number_of_ranks_goes_on(
     first, then = (command for command in RUNS if "step3" in command)
     ranks, words = words_of(first)
     started = subprocess.Popen(
-        [*PHALANX, "run", "-n", str(ranks), *words],
+        [*run_of_warm_ranks(), "-n", str(ranks), *words],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

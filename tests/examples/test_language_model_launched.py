@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 from language_model_runs import ROOT, SCRIPT, TINY, checkpoints, write_text
+from processes import run_python
+from warm_python import warm_python
 
 
 def test_it_runs_over_real_processes_as_the_readme_says(tmp_path: Path) -> None:
@@ -17,14 +17,8 @@ def test_it_runs_over_real_processes_as_the_readme_says(tmp_path: Path) -> None:
         "--steps=6",
         "--strategy=full_shard",
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", "phalanx", "run", "-n", "2", str(SCRIPT), *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    words = ["-m", "phalanx", "run", "-n", "2", str(SCRIPT), *options]
+    done = run_python(words, folder=ROOT, python=warm_python())
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[rank 0] held-out loss" in done.stdout
     assert "[rank 1]" not in done.stdout

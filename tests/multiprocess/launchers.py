@@ -14,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for scripts that import this
 
 from waiting import PATIENCE, wait_until
+from warm_python import warm_python
 
 RUN = [sys.executable, "-m", "phalanx.launch"]  # as `phalanx run`
 LAUNCHERS = ("PHALANX_", "TORCH", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_", "SLURM_")
@@ -53,6 +54,13 @@ def wait(backend):
 if __name__ == "__main__":
     spawn(wait, 2)
 """
+
+
+def run_of_warm_ranks() -> list[str]:
+    """As `RUN`, for ranks that import torch: they are forks that have it."""
+    program = f"import runpy, sys; sys.executable = {warm_python()!r}; "
+    module = "runpy.run_module('phalanx.launch', run_name='__main__', alter_sys=True)"
+    return [sys.executable, "-c", program + module]
 
 
 def environ_without_launcher() -> dict[str, str]:
@@ -133,10 +141,11 @@ def finish(launch: Launch) -> tuple[int, list[str], list[str]]:
 
 
 def run_script(text: str, folder: Path, *words: str, ranks: int = 2, **environ: str) -> Launch:
-    """Start `phalanx run` on a script of this text, with `words` for it."""
+    """Start `phalanx run` on a script of this text, which may import torch, with these words."""
     script = folder / "script.py"
     script.write_text(text)
-    start = [*RUN, "-n", str(ranks), str(script), *words]
+    run = run_of_warm_ranks() if "phalanx" in text else RUN
+    start = [*run, "-n", str(ranks), str(script), *words]
     return Launch(start, folder, {**environ_without_launcher(), **environ})
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from launchers import environ_without_launcher
+from warm_python import warm_python
 
 TESTS = Path(__file__).parents[1]
 BESIDE_PYTHON = str(Path(sys.executable).parent)
@@ -23,11 +24,12 @@ needs_mpi = pytest.mark.skipif(
 
 
 def run_under_mpi(
-    ranks: int, *words: str, seconds: int = 120, **environ: str
+    ranks: int, *words: str, seconds: int = 120, python: str = "", **environ: str
 ) -> subprocess.CompletedProcess[str]:
     """Run `python words...` on so many ranks, for so many seconds at most; how it ended.
 
-    More ranks than cores may come; those that wait leave their core to the others.
+    The processes are forks, which have imported torch, unless it is another `python`. More ranks
+    than cores may come; those that wait leave their core to the others.
     """
     assert MPIRUN is not None
     options = ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", "--timeout", str(seconds)]
@@ -40,7 +42,7 @@ def run_under_mpi(
     known |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     known |= {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [MPIRUN, *options, sys.executable, *words],
+        [MPIRUN, *options, python or warm_python(), *words],
         env={**known, **environ},
         capture_output=True,
         text=True,

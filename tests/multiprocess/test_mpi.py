@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
 from forms import sizes
 from mpi_jobs import TESTS, needs_mpi, run_under_mpi
+from processes import run_python
 from test_training import alone
 
 HERE = Path(__file__).parent
 
 
 # Messages are the mesh's, which is that of the cluster "hybrid": the short form tries them there.
-OF_MESSAGES = ("any_source", "any_source_leaving", "isend", "messages", "wait_any")
+OF_MESSAGES = ("any_source", "any_source_leaving", "isend", "messages", "retries", "wait_any")
 
 
 @needs_mpi
@@ -46,7 +46,9 @@ def test_the_conformance_suite_passes_on_ranks_of_mpi() -> None:
 
 @needs_mpi
 def test_a_script_under_mpirun_finds_its_ranks_and_trains_like_one_process() -> None:
-    ended = run_under_mpi(2, str(HERE / "mpi_training.py"), PYTHONPATH=_path(HERE, TESTS))
+    """As fresh processes; those of the other tests are forks."""
+    words = [str(HERE / "mpi_training.py")]
+    ended = run_under_mpi(2, *words, python=sys.executable, PYTHONPATH=_path(HERE, TESTS))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     told = json.loads(ended.stdout)
     kinds = [kind for kind, _, _ in told["made"]]
@@ -74,9 +76,7 @@ def test_a_process_that_mpirun_has_not_started_is_a_world_of_one() -> None:
         with MpiBackend() as backend:
             print(backend.rank, backend.world_size, all_reduce(torch.ones(2), backend).tolist())
     """
-    ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
-    )
+    ended = run_python(["-c", script])
     assert (ended.returncode, ended.stdout) == (0, "0 1 [1.0, 1.0]\n"), ended.stderr
 
 

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from launchers import RUN, environ_without_launcher, hear_signals
+from launchers import RUN, environ_without_launcher, hear_signals, run_of_warm_ranks
 from ports import unused_port
+from processes import run_python
+from warm_python import warm_python
 
 from phalanx.launch.nodes import NodeExit
 from phalanx.launch.store import connect_store
 from phalanx.wire.control import Endpoint
-
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 MEET = """
 import os, signal, sys
@@ -185,8 +185,8 @@ def test_ranks_meet_when_all_are_started_again_after_one_was_killed(
     tmp_path: Path, environ: dict[str, str]
 ) -> None:
     """That they had met before it was killed is so on two nodes, below."""
-    words = [*RUN, "-n", "2", "--max-restarts", "1", write(tmp_path, MEET), "early"]
-    code, lines, errors = run(words, environ)
+    words = [*run_of_warm_ranks(), "-n", "2", "--max-restarts", "1"]
+    code, lines, errors = run([*words, write(tmp_path, MEET), "early"], environ)
     assert lines == ["[rank 0] 0 of 2 got 1", "[rank 1] 1 of 2 got 0"]
     first, second = errors.splitlines()
     assert first == "rank 1 was killed by signal 9 (SIGKILL); restarting all ranks (1 of 1)"
@@ -195,10 +195,11 @@ def test_ranks_meet_when_all_are_started_again_after_one_was_killed(
 
 
 def test_the_same_script_runs_under_torchrun(tmp_path: Path, environ: dict[str, str]) -> None:
-    words = [*TORCHRUN, "--nproc-per-node", "2", write(tmp_path, MEET)]
-    code, lines, _ = run(words, environ)
-    assert sorted("".join(lines).replace("got ", "")) == sorted("0 of 2 11 of 2 0")
-    assert code == 0
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", write(tmp_path, MEET)]
+    ended = run_python(words, environ=environ, python=warm_python())
+    said = ended.stdout.replace("\n", "").replace("got ", "")
+    assert sorted(said) == sorted("0 of 2 11 of 2 0")
+    assert ended.returncode == 0
 
 
 @pytest.mark.skipif(
@@ -238,6 +239,7 @@ def start_nodes(
 
 WITHOUT_TORCH = """
 import runpy, sys
+sys.executable = {python!r}
 try:
     runpy.run_module("phalanx.launch", run_name="__main__", alter_sys=True)
 finally:
@@ -250,7 +252,10 @@ def test_two_nodes_meet_and_meet_again_after_a_rank_was_killed(
     tmp_path: Path, environ: dict[str, str]
 ) -> None:
     """The launcher does without torch."""
-    script, run = write(tmp_path, MEET), [sys.executable, "-c", WITHOUT_TORCH]
+    script, run = (
+        write(tmp_path, MEET),
+        [sys.executable, "-c", WITHOUT_TORCH.format(python=warm_python())],
+    )
     nodes = start_nodes(script, {**environ, "DIE_AT": "0"}, "--max-restarts", "1", run=run)
     codes, lines, errors = finish(*nodes)
     met = ["[rank 0] 0 of 2 got 1", "[rank 1] 1 of 2 got 0"]
@@ -331,7 +336,8 @@ def test_a_node_that_is_interrupted_in_a_collective_ends_the_job_as_well(
         "if backend.rank == 1: print('ready', flush=True)\n"
         "while True: backend.barrier()\n",
     )
-    one, zero = start_nodes(script, environ, "--max-restarts", "1")
+    run = run_of_warm_ranks()
+    one, zero = start_nodes(script, environ, "--max-restarts", "1", run=run)
     assert one.stdout is not None
     assert one.stdout.readline() == "[rank 1] ready\n"
     one.send_signal(signal.SIGTERM)

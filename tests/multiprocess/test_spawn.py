@@ -14,6 +14,7 @@ import pytest
 import torch
 from processes import run_python
 from test_training import alone, train_on_my_rows
+from warm_python import warm_python
 
 from phalanx.core.backend import Backend
 from phalanx.errors import MisuseError, PeerLostError
@@ -49,6 +50,13 @@ def kill_itself(backend: Backend) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are forks, which have imported torch."""
+    monkeypatch.setattr(sys, "executable", warm_python())
+
+
+@pytest.mark.usefixtures("warm")
 def test_results_come_in_rank_order_and_lines_go_to_an_object_that_is_stdout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -69,6 +77,7 @@ def test_results_come_in_rank_order_and_lines_go_to_an_object_that_is_stdout(
     assert "OMP_NUM_THREADS" not in os.environ
 
 
+@pytest.mark.usefixtures("warm")
 def test_the_root_cause_is_raised_and_ranks_that_swallow_errors_are_stopped() -> None:
     with pytest.raises(ZeroDivisionError, match="on rank 1 alone") as caught:
         spawn(fail_on_rank_1, 2)
@@ -76,6 +85,7 @@ def test_the_root_cause_is_raised_and_ranks_that_swallow_errors_are_stopped() ->
     assert "fail_on_rank_1" in caught.value.__cause__.text
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_rank_that_is_killed_is_named_with_its_signal() -> None:
     with pytest.raises(PeerLostError, match=r"rank 0 .* signal 9 \(SIGKILL\)") as caught:
         spawn(kill_itself, 1)
@@ -146,7 +156,7 @@ def test_closures_and_classes_of_a_script_go_and_come_by_value(tmp_path: Path) -
     pytest.importorskip("cloudpickle", reason="cloudpickle (the extra `notebook`) is not installed")
     script = tmp_path / "script.py"
     script.write_text(BY_VALUE)
-    ended = run_python([str(script)])
+    ended = run_python([str(script)], python=warm_python())
     assert ended.returncode == 0, ended.stderr
 
 
@@ -184,7 +194,7 @@ spawn(rank, 1)
 def test_a_script_that_calls_spawn_when_it_is_imported_is_told_in_one_error(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text(UNGUARDED)
-    ended = run_python([str(script)])
+    ended = run_python([str(script)], python=warm_python())
     assert ended.returncode == 1
     told = ended.stderr.splitlines()[-1]
     assert told.startswith("phalanx.errors.MisuseError: ")

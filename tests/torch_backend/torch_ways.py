@@ -21,6 +21,7 @@ import stock_program
 from launchers import RUN, environ_without_launcher
 from mpi_jobs import MPIRUN
 from ports import unused_port
+from warm_python import warm_python
 from worlds import run_gloo
 
 PROGRAM = str(Path(__file__).with_name("stock_program.py"))
@@ -57,6 +58,9 @@ def run(name: str, backend: str = "phalanx", rounds: int = 3) -> str:
             "MEETING_FILE": f"{folder}/meeting",
         }
         if launcher:
+            if name == "torchrun":  # it imports torch itself, as its ranks do
+                launcher = (warm_python(), *launcher[1:])
+                environ["PYTHON_EXEC"] = sys.executable
             jobs = [_start([*launcher, *program], environ)]
         else:
             ranks = [{"RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)]

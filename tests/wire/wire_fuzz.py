@@ -322,9 +322,7 @@ def value(rng: random.Random, kind: Any) -> Any:
         return kind(**{name: value(rng, hint) for name, hint in HINTS[kind].items()})
     table: dict[Any, Callable[[], Any]] = {
         int: lambda: rng.choice((0, 1, -1, 2**31, 2**63 - 1, -(2**63), rng.getrandbits(62))),
-        str: lambda: "".join(
-            chr(rng.choice((65, 10, 0, 0x20AC))) for _ in range(rng.choice(SIZES))
-        ),
+        str: lambda: "".join(rng.choices("A\n\0\u20ac", k=rng.choice(SIZES))),
         bool: lambda: rng.random() < 0.5,
         float: rng.random,
     }

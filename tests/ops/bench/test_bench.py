@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from processes import run_job, run_python
+from warm_python import warm_python
 
 from phalanx.collectives.tuning import read_tuning
 from phalanx.errors import InvalidWorldSizeError, PeerLostError
@@ -31,7 +32,7 @@ REQUESTED = "shm,tcp,stock,phalanx-gloo,phalanx-mpi,gloo"
 def test_a_short_run_of_every_operation_on_all_that_is_here(tmp_path: Path) -> None:
     options = ["--backends", REQUESTED, "--sizes", "64,4K", "--rounds", "2", "--seconds", "0.0005"]
     words = ["-m", "phalanx", "bench", *COLLECTIVES, *OTHERS, *options, "--json", "all.json"]
-    ended = run_python(words, folder=tmp_path)
+    ended = run_python(words, folder=tmp_path, python=warm_python())
     assert ended.returncode == 0, ended.stderr
     print(ended.stdout)  # the ratios, for whoever reads what CI says
     found = json.loads((tmp_path / "all.json").read_text())
@@ -122,8 +123,9 @@ def children() -> set[int]:
 
 
 @pytest.fixture
-def started() -> Iterator[set[int]]:
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
     """The processes that are there when a test begins; none may be left of it."""
+    monkeypatch.setattr(sys, "executable", warm_python())
     before = children()
     yield before
     assert children() <= before

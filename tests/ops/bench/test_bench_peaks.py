@@ -18,6 +18,7 @@ import pytest
 import torch
 from processes import fork_server, run_job, run_python
 from torch import nn
+from warm_python import warm_python
 
 import phalanx
 from phalanx import Backend
@@ -232,7 +233,8 @@ def test_the_peak_of_a_model_in_shared_memory_is_that_of_the_formula(tmp_path: P
 def test_each_library_is_measured_as_it_is_and_with_freed_memory_given_back(tmp_path: Path) -> None:
     backends = ["--backends", "tcp", "--baseline", "tcp", "--no-machine"]
     words = [*backends, "--width", str(MODEL.width), "--rounds", "1", "--json", "peaks.json"]
-    ended = run_python(["-m", "phalanx", "bench", "fsdp", "--peaks", *words], folder=tmp_path)
+    command = ["-m", "phalanx", "bench", "fsdp", "--peaks", *words]
+    ended = run_python(command, folder=tmp_path, python=warm_python())
     assert ended.returncode == 0, ended.stderr
     print(ended.stdout)
     found = json.loads((tmp_path / "peaks.json").read_text())

@@ -9,6 +9,7 @@ from pathlib import Path
 from forms import sizes
 from launchers import environ_without_launcher
 from processes import run_python
+from warm_python import warm_python
 
 from phalanx.ops.observe.doctor import try_backend
 
@@ -31,7 +32,8 @@ def test_the_doctor_tries_the_backends_and_keeps_the_token_to_itself(tmp_path: P
     script = tmp_path / "doctor.py"
     script.write_text(DOCTOR)
     words = sizes([str(script)], ["-m", "phalanx", "doctor"])
-    ended = run_python(words, environ={**environ_without_launcher(), "PHALANX_TOKEN": token})
+    environ = {**environ_without_launcher(), "PHALANX_TOKEN": token}
+    ended = run_python(words, environ=environ, python=warm_python())
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "- tcp: 2 ranks: barrier " in ended.stdout
     assert "- nccl: " in ended.stdout
