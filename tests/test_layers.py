@@ -69,9 +69,9 @@ BUDGETS = {  # of each package: lines, files
     "tensor": (1_700, 9),
     "torch_backend": (1_860, 9),
     "training": (1_480, 7),
-    "transport": (740, 4),  # without its packages
+    "transport": (750, 4),  # without its packages
     "transport.shm": (1_609, 10),
-    "transport.tcp": (3_652, 11),
+    "transport.tcp": (3_656, 11),
     "wire": (1_344, 6),
 }
 LONGEST_BODY = 45  # lines of a function, without signature and docstring

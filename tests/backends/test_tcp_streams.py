@@ -342,6 +342,7 @@ def test_the_kernel_sizes_the_send_buffer_while_cores_are_short(
 ) -> None:
     """What a peer reads in one turn on a core is then more than the buffer of other times."""
     monkeypatch.setattr(crowding, "EVERY", 0.0)
+    monkeypatch.setattr(crowding, "MOST", 1)
     with rank_0_and_a_raw_peer() as (backend, peer):
         sock = backend._transport.mesh.connections[1].sock
         try:
@@ -363,6 +364,7 @@ def test_a_rank_that_waits_polls_only_while_there_are_cores(
     crowded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(crowding, "is_crowded", lambda: crowded)
+    monkeypatch.setattr(crowding, "MOST", 1)
     spins: list[float] = []
     with rank_0_and_a_raw_peer() as (backend, _):
         backend._transport.spin = 0.01
@@ -376,3 +378,13 @@ def test_a_rank_that_waits_polls_only_while_there_are_cores(
         with pytest.raises(CollectiveTimeoutError):
             backend.recv(bytearray(1), 1, timeout=0.1)
     assert (0.01 in spins) is not crowded
+
+
+def test_a_look_or_two_do_not_change_what_is_taken_for_the_state_of_a_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = iter("..x..x.xx.xxxxx.x...x...")
+    monkeypatch.setattr(crowding, "is_crowded", lambda: next(looks) == "x")
+    host = crowding.Crowding()
+    found = "".join("x" if host.at(float(now)) else "." for now in range(24))
+    assert found == "............xxxxxxxxxx..", found

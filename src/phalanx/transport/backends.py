@@ -20,6 +20,7 @@ from phalanx.core.device import device_kinds
 from phalanx.core.engine import Engine
 from phalanx.core.transport import IN_SHARED_MEMORY
 from phalanx.errors import BackendUnavailableError, DistributedError, InvalidRankError
+from phalanx.transport.crowding import Crowding
 from phalanx.transport.shm.domain import HostDomain
 from phalanx.transport.tcp.addresses import check_listening, listen_as_master, with_interface
 from phalanx.transport.tcp.admission import check_token, find_token
@@ -143,7 +144,7 @@ class MeshBackend(Backend):
         hosts = [address.host_id for address in addresses]
         self.topology = tuple(hosts.index(host) for host in hosts)
         if hosts.count(here) <= self.links.processors:
-            transport.spin = SPIN
+            transport.spin, mesh.crowding = SPIN, Crowding()
         if self._all_attached(rendezvous.problems, fall_back=fall_back) and domain is not None:
             with self.engine.lock:
                 transport.share(domain)

@@ -72,7 +72,8 @@ OPTIONS: tuple[Option, ...] = (
 # should not be far ahead: 2.5 GB/s for the 0.1 ms until a receiver runs are 256 KiB. Bytes beyond
 # that have left the caches before they are read. But where cores are short the receiver waits for
 # its turn on one, a millisecond and more for each buffer: then the kernel chooses the size, up to
-# 4 MiB, as it does without the option (SO_BUF_LOCK: Linux 5.15, uapi asm-generic/socket.h).
+# 4 MiB, as it does without the option (SO_BUF_LOCK: Linux 5.15, uapi asm-generic/socket.h). Not for
+# more ranks than cores: with these buffers four on two take 1.4 times as long for 256 MiB.
 SO_BUF_LOCK = 72
 SMALL_BUFFER: Option = (socket.SOL_SOCKET, socket.SO_SNDBUF, 256 << 10)
 BUFFER_OF_THE_KERNEL: Option = (socket.SOL_SOCKET, SO_BUF_LOCK, 0)
@@ -100,6 +101,7 @@ class Mesh:
     token       the job's secret; without one only callers of this host are let in
     tls         the TLS settings for peers on other hosts
     host        the host's name, if it is given; "": the machine decides
+    crowding    says whether other programs take this host's cores, where each rank has one
     refused     the peers whose connection is to be told of room: `resume`
     domain      the memory that this rank shows to others of its host, if any
     addresses   the listening address of each rank, once known: before, the rendezvous judges the
@@ -116,7 +118,7 @@ class Mesh:
     ) -> None:
         self.engine = engine
         self.reactor = Reactor()
-        self.crowding = Crowding()
+        self.crowding: Crowding | None = None
         self.identity = identity
         self.rank, self.world_size = identity.rank, identity.world_size
         self.label, self.callers = f"rank {identity.rank}", identity.world_size
@@ -375,8 +377,8 @@ class Connection:
                 if written:
                     pieces[0] = pieces[0][written:]
         except BlockingIOError:
-            if self._sizes_buffer:
-                self._size_buffer()
+            if self._sizes_buffer and self.mesh.crowding is not None:
+                self._size_buffer(self.mesh.crowding)
             self._watch(self._events | WRITE)
             return
         except OSError as error:
@@ -389,9 +391,9 @@ class Connection:
         if self._events & WRITE:
             self._watch(self._events & ~WRITE)
 
-    def _size_buffer(self) -> None:
+    def _size_buffer(self, crowding: Crowding) -> None:
         """Keep the send buffer small, or have the kernel size it while cores are short."""
-        crowded = self.mesh.crowding.at(self.mesh.engine.now())
+        crowded = crowding.at(self.mesh.engine.now())
         if crowded is not self._crowded:
             self._crowded = crowded
             with suppress(OSError):

@@ -185,7 +185,9 @@ class TcpTransport(Transport):
                     self.glance(now())  # a look at all sockets would take longer than most steps
                     engine.run_ready()
                 elif self._driver is None:
-                    spin = 0.0 if self.spin and self.mesh.crowding.at(now()) else self.spin
+                    crowding, spin = self.mesh.crowding, self.spin
+                    if spin and crowding is not None and crowding.at(now()):
+                        spin = 0.0
                     self.drive(lambda: until.over, now() + left, spin=spin)
                 else:
                     self._condition.wait(min(left, LONGEST_WAIT))
