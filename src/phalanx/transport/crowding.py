@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-EVERY = 0.002  # seconds between looks: one takes some 10 us
+EVERY = 0.02  # seconds between looks, which take some 10 us, and more from a cold cache
 MOST = 4  # looks by which those that say so outnumber the others
 
 
@@ -25,7 +25,7 @@ def is_crowded() -> bool:
 
 
 class Crowding:
-    """Whether a host's cores are short for a while: a look every 2 ms, and what most of them say.
+    """Whether a host's cores are short for a while: a look every 20 ms, and what most of them say.
 
     Beside one busy process seven of ten looks say so, and one of ten on an idle machine. The state
     changes when four more say so than not, or the other way round.
