@@ -54,7 +54,7 @@ BUDGETS = {  # of each package: lines, files
     "cli": (1_109, 6),
     "collectives": (5_202, 24),
     "compression": (1_770, 7),
-    "core": (5_475, 20),
+    "core": (5_577, 21),
     "fsdp": (2_746, 10),
     "launch": (4_319, 21),
     "native": (2_305, 8),
@@ -71,7 +71,7 @@ BUDGETS = {  # of each package: lines, files
     "training": (1_480, 7),
     "transport": (750, 4),  # without its packages
     "transport.shm": (1_609, 10),
-    "transport.tcp": (3_656, 11),
+    "transport.tcp": (3_667, 11),
     "wire": (1_344, 6),
 }
 LONGEST_BODY = 45  # lines of a function, without signature and docstring

@@ -621,6 +621,20 @@ class Backend:
 
     # The end --------------------------------------------------------------------------------
 
+    def lost(self) -> dict[int, str]:
+        """Return the ranks of the group that are gone, and why. Waits for nothing.
+
+        Looks at the connections, and at the processes of this host. So it also tells of ranks that
+        were lost after the group was broken. A rank that has left in good order is among them.
+        """
+        engine, group = self.engine, self.group
+        with engine.lock:
+            engine.transport.check_peers()
+            left = {rank: f"rank {group.name_of_global(rank)} left" for rank in engine.left}
+            lost = {rank: failure.reason for rank, failure in engine.lost.items()}
+            gone = left | lost
+            return {local: gone[rank] for local, rank in enumerate(group.ranks) if rank in gone}
+
     def fail(self, error: DistributedError, *, culprit: int | None = None) -> None:
         """Break the group on every rank because of an error of this one, which raises it itself.
 

@@ -315,8 +315,7 @@ class Progress:
 
     def __init__(self, rank: int, now: Callable[[], float]) -> None:
         self.on_log: Callable[[], object] | None = None
-        self._rank = rank
-        self._now = now
+        self.of(rank, now)
         self._at = 0.0  # on that clock
         self._logged = LoggedStep()
         # The last step that was counted: its number, when it ended, and how long it took.
@@ -324,6 +323,11 @@ class Progress:
         self._main = 0  # which source has ended it
         self._others: set[int] = set()  # which have ended a step of theirs since
         self._muted = 0  # for how many reasons nothing is counted
+
+    def of(self, rank: int, now: Callable[[], float]) -> None:
+        """Be this rank's, whose clock goes on where that of the one before is."""
+        self._rank = rank
+        self._now = now
 
     @property
     def latest(self) -> LoggedStep:

@@ -261,6 +261,11 @@ class Engine:
                 self.moved = self.counters.moved
             return self.counters.snapshot()
 
+    def take_progress(self, other: Engine) -> None:
+        """Go on with the program's progress on another engine of this process, as this rank."""
+        self.progress = other.progress
+        self.progress.of(self.rank, lambda: self.now())  # noqa: PLW0108 - raises in a child
+
     def check_reachable(self, work: Work[Any], peer: int) -> None:
         """Raise `PeerLostError` if a work would wait for a rank that has left."""
         group = work.group

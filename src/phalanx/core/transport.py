@@ -82,6 +82,9 @@ class Transport(ABC):
     def glance(self, now: float) -> None:  # noqa: B027 - not all need to do a thing
         """Poll the sockets at intervals: a call begins that may end without waiting."""
 
+    def check_peers(self) -> None:  # noqa: B027 - not if the engine is told at once
+        """Look which peers are gone, without waiting."""
+
     def wake(self, work: Work[Any]) -> None:  # noqa: B027 - not if threads look by themselves
         """Wake the threads that wait for a work that has ended."""
 

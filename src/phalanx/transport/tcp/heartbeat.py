@@ -107,14 +107,20 @@ class Heartbeat:
         """Check the peers, if it is time to; return the seconds to the next time. Lock held."""
         now = monotonic()
         if now >= self._next_look:
-            # A rank that was stopped itself, or had no processor, must not blame the others for it.
-            seconds = min(now - self._last_look, self._seconds / 6)
-            state = cache(state_of)  # ranks may be threads of few processes
-            for connection in list(self._mesh.connections.values()):
-                self._look_at(connection, seconds, state)
+            self.look()
+        return self._next_look - now
+
+    def look(self) -> None:
+        """Check the peers, if it has begun. Lock held."""
+        now = monotonic()
+        # A rank that was stopped itself, or had no processor, must not blame the others for it.
+        seconds = max(0.0, min(now - self._last_look, self._seconds / 6))
+        state = cache(state_of)  # ranks may be threads of few processes
+        for connection in list(self._mesh.connections.values()):
+            self._look_at(connection, seconds, state)
+        if self._last_look < math.inf:
             self._last_look = now
             self._next_look = now + self._look_every
-        return self._next_look - now
 
     def _look_at(
         self, connection: Connection, seconds: float, state: Callable[[int], State]

@@ -215,6 +215,11 @@ class TcpTransport(Transport):
                 self._turn(0.0)
 
     @override
+    def check_peers(self) -> None:
+        self.look()
+        self.heartbeat.look()
+
+    @override
     def watch(self) -> None:
         # Wake a thread that sleeps without being parked, so that it polls the step and parks.
         domain, driver = self.domain, self._driver
