@@ -56,7 +56,7 @@ BUDGETS = {  # of each package: lines, files
     "compression": (1_770, 7),
     "core": (5_577, 21),
     "fsdp": (2_746, 10),
-    "launch": (4_319, 21),
+    "launch": (4_332, 21),
     "native": (2_305, 8),
     "ops": (730, 3),  # without its packages
     "ops.bench": (2_336, 8),
@@ -69,7 +69,7 @@ BUDGETS = {  # of each package: lines, files
     "tensor": (1_700, 9),
     "torch_backend": (1_860, 9),
     "training": (1_480, 7),
-    "transport": (750, 4),  # without its packages
+    "transport": (1_046, 6),  # without its packages
     "transport.shm": (1_609, 10),
     "transport.tcp": (3_667, 11),
     "wire": (1_344, 6),
