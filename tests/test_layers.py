@@ -33,7 +33,7 @@ LAYERS = [  # from the lowest to the highest; the parts of one layer never impor
     ["parallel.__init__", "pipeline"],
     ["checkpoint", "training"],
     ["launch"],
-    ["torch_backend"],
+    ["elastic", "torch_backend"],
     ["ops"],
     ["cli", "__init__"],
     ["__main__"],
@@ -50,11 +50,12 @@ WITH_DDP = {
 BUDGETS = {  # of each package: lines, files
     ".": (930, 7),  # the package's own files
     "aggregation": (1_817, 7),
-    "checkpoint": (3_597, 14),
+    "checkpoint": (3_614, 14),
     "cli": (1_109, 6),
     "collectives": (5_202, 24),
     "compression": (1_770, 7),
     "core": (5_577, 21),
+    "elastic": (255, 2),
     "fsdp": (2_746, 10),
     "launch": (4_332, 21),
     "native": (2_305, 8),

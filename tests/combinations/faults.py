@@ -265,7 +265,7 @@ FAULTS = [
             "FULL_SHARD",
             "checkpoint",
             LOAD,
-            "_into_optimizer",
+            "into_optimizer",
             loads_nothing,
         ),
         ("a notice is heard on one rank", "DDP", "Notice", phalanx.Notice, "given", told_here),

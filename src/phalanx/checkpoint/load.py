@@ -165,9 +165,9 @@ class _Load:
         unused: list[str] = []
         if model is not None:
             held = state.model_state(model)
-            self._changes.append(_into_model(held, manifest, reader))
+            self._changes.append(into_model(held, manifest, reader))
             if optimizer is not None:
-                self._changes.append(_into_optimizer(optimizer, held, manifest, reader))
+                self._changes.append(into_optimizer(optimizer, held, manifest, reader))
         elif optimizer is not None:
             raise MisuseError("an optimizer is loaded with its model: give model=, too")
         try:
@@ -205,7 +205,8 @@ class _Load:
 # their tensors it is resumed, and changes what it was made for, in place.
 
 
-def _into_model(model: state.ModelState, manifest: Manifest, reader: Reader) -> Iterator[list[str]]:
+def into_model(model: state.ModelState, manifest: Manifest, reader: Reader) -> Iterator[list[str]]:
+    """Load parameters, buffers and wrappers' own state."""
     here = {**model.parameters, **model.buffers}
     there = {name: manifest.aliases.get(name, name) for name in here}
     _check_model(model, there, manifest)
@@ -225,7 +226,8 @@ def _into_model(model: state.ModelState, manifest: Manifest, reader: Reader) -> 
         for wrapper in model.wrappers.values():
             writing.enter_context(wrapper.writing())
         for tensor, flat in loaded:
-            copy_bits(tensor.detach(), flat.view(tensor.shape))
+            if tensor.data_ptr() != flat.data_ptr():  # it is not in place already
+                copy_bits(tensor.detach(), flat.view(tensor.shape))
     for wrapper, own in zip(model.wrappers.values(), own_states, strict=True):
         wrapper.load_own_state(own)
     for key, module in model.stateful.items():
@@ -258,9 +260,10 @@ StateToLoad = Tensor | Json
 """State for a parameter under one key: a flat tensor of the parameter's shape, or a value."""
 
 
-def _into_optimizer(
+def into_optimizer(
     optimizer: torch.optim.Optimizer, model: state.ModelState, manifest: Manifest, reader: Reader
 ) -> Iterator[list[str]]:
+    """Load the options of its groups, and its state."""
     saved = manifest.optimizer
     if saved is None:
         raise CheckpointMismatchError("it was saved without an optimizer: load it without one")

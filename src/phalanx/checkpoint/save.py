@@ -7,7 +7,7 @@ import operator
 import os
 import secrets
 import socket
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -152,26 +152,12 @@ class _Save:
     ) -> bytes:
         """Describe this rank's tensors and request, for the exchange; nothing is written yet."""
         self.background = finish_latest_save(self.group.backend)
-        local, held, rank = LocalTensors(), state.model_state(model), self.group.rank
-        for name, shard in held.parameters.items():
-            tensor = means.get(shard.tensor, shard.tensor)
-            local.add("model", name, tensor, shard.slice, equal=True)
-        for name, shard in held.buffers.items():  # may differ between ranks: rank 0's are written
-            local.add("model", name, means.get(shard.tensor, shard.tensor), equal=False)
-        described = RankDescription(
-            [f"step={self.step}", f"keep={self.keep}", f"async_save={self.async_save}"],
-            aliases=held.aliases,
-            cuts=cuts_of(model, held.parameters),
-            rng=f"rng/{rank}",
-            fresh_group=self.async_save and self.background is None,
-        )
-        for key, module in held.stateful.items():
-            described.values[key] = local.json(module.get_extra_state(), f"model/{key}")
-        if optimizer is not None:
-            described.optimizer = describe_optimizer(optimizer, held.parameters, local)
-        for name, wrapper in held.wrappers.items():
-            for key, tensor in wrapper.own_state().items():  # the key names the rank
-                local.add("state", f"own/{name}/{key}", tensor, equal=False)
+        local, rank = LocalTensors(), self.group.rank
+        described = describe(model, optimizer, local, means)
+        asked = {"step": self.step, "keep": self.keep, "async_save": self.async_save}
+        described.asked = [f"{name}={value}" for name, value in asked.items()]
+        described.rng = f"rng/{rank}"
+        described.fresh_group = self.async_save and self.background is None
         local.add("state", described.rng, state.capture_random_state(), equal=False)
         described.extra = local.json(extra, "extra") if rank == 0 else None
         described.own = local.json(own, f"own@{rank}")
@@ -248,6 +234,33 @@ class _Save:
                 self.new.close()
                 self.new = None
             raise
+
+
+def describe(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    local: LocalTensors,
+    means: Mapping[Tensor, Tensor],
+) -> RankDescription:
+    """Return the description of this rank's model and optimizer; add their tensors to `local`.
+
+    means   values to take instead of those of some tensors
+    """
+    held = state.model_state(model)
+    for name, shard in held.parameters.items():
+        tensor = means.get(shard.tensor, shard.tensor)
+        local.add("model", name, tensor, shard.slice, equal=True)
+    for name, shard in held.buffers.items():  # may differ between ranks: rank 0's are written
+        local.add("model", name, means.get(shard.tensor, shard.tensor), equal=False)
+    described = RankDescription(aliases=held.aliases, cuts=cuts_of(model, held.parameters))
+    for key, module in held.stateful.items():
+        described.values[key] = local.json(module.get_extra_state(), f"model/{key}")
+    if optimizer is not None:
+        described.optimizer = describe_optimizer(optimizer, held.parameters, local)
+    for name, wrapper in held.wrappers.items():
+        for key, tensor in wrapper.own_state().items():  # the key names the rank
+            local.add("state", f"own/{name}/{key}", tensor, equal=False)
+    return described
 
 
 # ------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ class RankDescription(msgspec.Struct):
     fresh_group   whether it needs a new group for saves in the background
     """
 
-    asked: list[str]
+    asked: list[str] = []
     held: list[TensorShard] = []
     aliases: dict[str, str] = {}
     values: dict[str, Json] = {}
