@@ -27,6 +27,7 @@ from phalanx import (
     load_checkpoint,
     save_checkpoint,
 )
+from phalanx.checkpoint import tensor_files
 from phalanx.elastic import moves
 from phalanx.elastic.moves import Holding, holding, move
 from phalanx.wire.memory import plain, tensor_bytes
@@ -47,6 +48,7 @@ class Mixed(nn.Module):
         self.head.weight = self.embed.weight
         self.scale = nn.Parameter(torch.rand(()))
         self.long = nn.Parameter(torch.randn(3, 2, dtype=torch.float64))
+        self.nothing = nn.Parameter(torch.empty(0, 4), requires_grad=False)
         self.large = nn.Parameter(torch.randn(3, 9000))
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -54,7 +56,7 @@ class Mixed(nn.Module):
         return self.head(hidden + self.long.mean().float())
 
     def get_extra_state(self) -> dict[str, Any]:
-        return {"seen": [1, 2], "tensor": torch.arange(3)}
+        return {"seen": [1, 2], "tensor": self.body.get_buffer("1.running_mean")}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         self.extra = state
@@ -125,6 +127,8 @@ def moved_and_loaded(
             group = world.subgroup(range(before))
             model = wrap(Mixed(3), group)
             optimizer = trained(model, rank if wrap is not WAYS["plain"] else 0, make)
+            for buffer in model.buffers():
+                buffer.add_(rank)  # of what differs between ranks, rank 0's counts
             save_checkpoint(folder, model=model, optimizer=optimizer, step=2, backend=group)
             mine.append(holding(rank, model, [optimizer]))
             if rank in lost:
@@ -296,7 +300,32 @@ def test_nothing_is_changed_if_a_rank_is_lost_before_all_have_theirs() -> None:
     assert "lost" in ends
 
 
+def test_no_rank_changes_anything_before_all_have_theirs() -> None:
+    """Rank 0 has all in its place; rank 1 takes a part from rank 2, which is lost."""
+    size = sum(parameter.nbytes for parameter in Mixed(0).parameters())
+
+    def run(backend: Backend) -> tuple[str, int]:
+        model = Mixed(0 if backend.rank != 1 else 1)
+        mine = [holding(backend.rank, model)] if backend.rank != 1 else []
+        start = backend.counters().bytes_in
+        try:
+            move(mine, backend, model)
+        except phalanx.PeerLostError:
+            return "lost", backend.counters().bytes_in - start
+        return "moved", size
+
+    for turn in range(phalanx.simulate(run, 3).turns[2]):
+        (first, _), (_, received), _ = phalanx.simulate(run, 3, crashes={2: turn})
+        assert first == "lost" or received >= size
+
+
 def test_pieces_of_any_size_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     for packed in (0, 1 << 30):
         monkeypatch.setattr(moves, "PACKED", packed)
         moved_and_loaded(FSDP, 3, (0, 1))
+
+
+def test_state_of_any_size_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of a stranger may refer to a tensor so often only."""
+    monkeypatch.setattr(tensor_files, "HELD", 0)
+    moved_and_loaded(WAYS["top-k"], 2, (0, 1))

@@ -170,8 +170,7 @@ class MemoryReader(Reader):
         self._places = {
             (number, begin): (held[file.rank], shard)
             for number, file in enumerate(planned)
-            for shard, begin in file.shards
-            if shard.nbytes
+            for shard, begin in file.shards  # an empty one gives its place to the next
         }
         # By the rank that has them: requests (file and place of a shard there, bytes of it), and
         # the memory for each.
