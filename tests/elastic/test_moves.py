@@ -300,11 +300,11 @@ def test_nothing_is_changed_if_a_rank_is_lost_before_all_have_theirs() -> None:
     assert "lost" in ends
 
 
-class Gone(dict[Any, Any]):
-    """Tensors that are described, and cannot be read."""
+class ReadOnce(dict[Any, Any]):
+    """Tensors that their owner can read once, and not for another rank."""
 
-    def __getitem__(self, key: object) -> Any:
-        raise KeyError(key)
+    def __getitem__(self, key: Any) -> Any:
+        return self.pop(key)
 
 
 def test_no_rank_changes_anything_before_all_have_theirs() -> None:
@@ -314,7 +314,7 @@ def test_no_rank_changes_anything_before_all_have_theirs() -> None:
         model = nn.Sequential(*(nn.Linear(50, 50, bias=False) for _ in range(2)))
         rank, parts, tensors = holding(backend.rank, model)
         if backend.rank == 2:
-            tensors = [Gone(each) for each in tensors]
+            tensors = [ReadOnce(each) for each in tensors]
         try:
             move([Holding(rank, parts, tensors)] if rank != 1 else [], backend, model)
         except phalanx.PeerLostError:
