@@ -324,7 +324,8 @@ def test_no_rank_changes_anything_before_all_have_theirs() -> None:
             return "gone"
         return "moved"
 
-    assert phalanx.simulate(run, 3) == ["lost", "lost", "gone"]
+    for order in range(8):
+        assert phalanx.simulate(run, 3, order) == ["lost", "lost", "gone"]
 
 
 def test_pieces_of_any_size_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
