@@ -8,6 +8,10 @@ import signal
 import traceback
 from collections.abc import Callable
 
+import pytest
+
+from phalanx import MisuseError
+
 LONGEST = 20  # seconds; then a child that hangs dies of SIGALRM
 
 
@@ -32,3 +36,16 @@ def said_by_child(act: Callable[[], object]) -> str:
         said = end.read().decode()
     _, status = os.waitpid(child, 0)
     return said if status == 0 else f"{said} (ended with {os.waitstatus_to_exitcode(status)})"
+
+
+def refused(call: Callable[[], object]) -> str:
+    with pytest.raises(MisuseError, match="was forked"):
+        call()
+    return ""
+
+
+def left(*things: object) -> str:
+    """What leaving them says, in a child."""
+    for thing in things:
+        thing.__exit__(None, None, None)  # type: ignore[attr-defined]
+    return ""

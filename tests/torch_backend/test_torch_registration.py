@@ -18,7 +18,7 @@ import phalanx
 from phalanx.torch_backend.process_group import CONTAINS_BACKENDS, VERSION
 
 SOURCE = Path(phalanx.__file__).parent.parent
-PROJECT = SOURCE.parent / "pyproject.toml"
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 
 @pytest.fixture

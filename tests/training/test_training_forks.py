@@ -6,51 +6,19 @@ as if there were no child.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from children import said_by_child
+from children import left, refused, said_by_child
 from clusters import CLUSTERS, Cluster, Tcp
 from torch import nn
 
 import phalanx
-from phalanx import Backend, MisuseError, Notice, ParameterServer, Scalars
+from phalanx import Backend, ParameterServer
 
 SHARED_OR_NOT = [each for each in CLUSTERS if each.name in ("tcp", "shm")]
 ranks = pytest.mark.parametrize("ranks", SHARED_OR_NOT, ids=str)
-
-
-def refused(call: Callable[[], object]) -> str:
-    with pytest.raises(MisuseError, match="was forked"):
-        call()
-    return ""
-
-
-def left(*things: object) -> str:
-    """What leaving them says, in a child."""
-    for thing in things:
-        thing.__exit__(None, None, None)  # type: ignore[attr-defined]
-    return ""
-
-
-def test_a_child_leaves_scalars_and_notice_without_a_word(tmp_path: Path) -> None:
-    def run(backend: Backend) -> str:
-        with (
-            Notice(backend, signals=()) as notice,
-            Scalars(backend, [f"jsonl:{tmp_path}/a"], every=2) as scalars,
-        ):
-            for step in range(3):
-                notice.given()
-                scalars.log(step, loss=float(step))
-            said = said_by_child(lambda: refused(lambda: scalars.log(3, loss=1.0)))
-            said += said_by_child(lambda: left(scalars, notice))
-            scalars.log(3, loss=3.0)
-        return said
-
-    assert Tcp().run(run, 2) == ["", ""]
-    assert len((tmp_path / "a").read_text().splitlines()) == 2
 
 
 def test_a_child_of_a_worker_leaves_the_parameter_server_to_it() -> None:
