@@ -217,10 +217,6 @@ def out_for(
     return memory, lambda: finish_into(into, memory)
 
 
-def nothing() -> None:
-    """Return None, the result on other ranks than the root."""
-
-
 def work_in_place(tensor: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
     """Return memory to work on for `tensor`: itself, or a contiguous copy, copied back."""
     memory = plain(tensor)
