@@ -29,7 +29,14 @@ from phalanx.core.backend import Backend
 from phalanx.core.steps import Program
 from phalanx.core.work import Work
 from phalanx.errors import SizeMismatchError
-from phalanx.wire.memory import check_distinct, copy_bits, is_plain, plain, why_not_movable
+from phalanx.wire.memory import (
+    check_distinct,
+    copy_bits,
+    is_plain,
+    outside_inference_mode,
+    plain,
+    why_not_movable,
+)
 
 PendingCollective = Work  # its public name
 
@@ -80,9 +87,8 @@ def collective(define: Callable[P, Request[T]]) -> Callable[P, T]:
     @wraps(define)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         if torch.is_inference_mode_enabled():
-            with torch.inference_mode(mode=False):
-                return define(*args, **kwargs).run()
-        return define(*args, **kwargs).run()  # without a function in between, as `issue` below
+            return outside_inference_mode(run, *args, **kwargs)
+        return define(*args, **kwargs).run()
 
     run.request = define  # type: ignore[attr-defined]
     _annotate(run, define, "{}")
@@ -97,8 +103,7 @@ def asynchronous(blocking: Callable[P, T]) -> Callable[P, Work[T]]:
     @wraps(define)
     def issue(*args: P.args, **kwargs: P.kwargs) -> Work[T]:
         if torch.is_inference_mode_enabled():
-            with torch.inference_mode(mode=False):
-                return define(*args, **kwargs).issue()
+            return outside_inference_mode(issue, *args, **kwargs)
         return define(*args, **kwargs).issue()
 
     issue.__name__ = issue.__qualname__ = f"async_{name}"

@@ -24,6 +24,7 @@ from phalanx.core.posted import Combine, PostedRound, Wait
 from phalanx.core.steps import Program, Round, Step
 from phalanx.errors import DistributedError
 from phalanx.wire.frame import Channel, Kind
+from phalanx.wire.memory import outside_inference_mode
 
 T = TypeVar("T")
 SHOWN = 3  # of the works that a thread waits for, in messages
@@ -174,9 +175,8 @@ class Work(Wait, Generic[T]):
 
     def advance(self) -> None:
         """Go on from a complete step, as far as possible without waiting. Lock held."""
-        if torch.is_inference_mode_enabled():  # other threads could not write what is made in it
-            with torch.inference_mode(mode=False):
-                self.advance()
+        if torch.is_inference_mode_enabled():
+            outside_inference_mode(self.advance)
             return
         engine = self.group.engine
         try:
