@@ -71,7 +71,7 @@ BUDGETS = {  # of each package: lines, files
     "training": (1_480, 7),
     "transport": (750, 4),  # without its packages
     "transport.shm": (1_609, 10),
-    "transport.tcp": (3_656, 11),
+    "transport.tcp": (3_686, 13),
     "wire": (1_344, 6),
 }
 LONGEST_BODY = 45  # lines of a function, without signature and docstring
