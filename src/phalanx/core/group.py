@@ -348,7 +348,7 @@ class Group(Members):
             work.fail(self._error_for(failure, work.call))
         self.engine.matching.forget_group(self.id)
         if tell:
-            self.engine.tell_members(self, failure.notice())
+            self.engine.transport.tell_members(self, failure.notice())
             for other in self.bound:
                 if not other.closed:
                     other.fail(failure)
