@@ -146,11 +146,9 @@ def reduce_(
     """`reduce` in place: the root's `tensor` is overwritten, the others' is not; it is returned."""
     check_tensor(tensor, backend, "reduce_")
     root = backend.check_rank(root, "root")
-    if backend.rank == root:
-        source, result = work_in_place(tensor)
-        out = source
-    else:
-        source, out, result = plain(tensor), None, lambda: tensor
+    has_result = backend.rank == root
+    source, result = work_in_place(tensor) if has_result else (plain(tensor), lambda: tensor)
+    out = source if has_result else None
     options = (algorithm, reproducible, label, timeout)
     return TensorRequest(
         backend, "reduce", tensor.shape, tensor.dtype, source, out, result, options, op, root

@@ -22,6 +22,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from typing_extensions import override
 from xxhash import xxh3_64_intdigest
 
@@ -250,5 +251,5 @@ def finish_into(into: Tensor, work: Tensor) -> Tensor:
     """Return `into` with the values of `work`; tell autograd that it changed."""
     if into is not work and (into.data_ptr() != work.data_ptr() or not is_plain(into)):
         copy_bits(into.detach(), work)
-    torch.autograd.graph.increment_version(into)
+    increment_version(into)
     return into

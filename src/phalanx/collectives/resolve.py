@@ -134,8 +134,9 @@ class TensorRequest(Request[T]):
             join(source, self.elsewhere)  # else shared memory's plan reads the pieces in place
             self.elsewhere = ()
         if backend.native is not None and algorithm == "auto" and not reproducible and plan.program:
-            call = NativeCall(collective, source, self.out, self.op, self.root)
-            steps = backend.native.steps(call)
+            steps = backend.native.steps(
+                NativeCall(collective, source, self.out, self.op, self.root)
+            )
         if steps is None:
             first = source if source is not None else self.out
             if plan.program and first is not None and not first.is_cpu:
