@@ -13,7 +13,7 @@ optimizer has stepped. The entry may be by any of its threads (`sys.setprofile` 
 - **entries**: how many; calls, and resumptions of generators.
 
 How long ranks wait for each other, and which of two threads moves bytes, differs from step to
-step. So the least of ten steps is shown: the one with the fewest entries.
+step. So the least of a hundred steps is shown: the one with the fewest entries.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import phalanx
 
 PACKAGE = str(Path(phalanx.__file__).parent) + os.sep
 BACKENDS = ("tcp", "shm")
-WARM, STEPS = 10, 10
+WARM, STEPS = 10, 100
 WIDTH, BATCH = 512, 4  # two layers: 2 MiB of gradients, one bucket
 
 

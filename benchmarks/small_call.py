@@ -1,145 +1,113 @@
-"""Where the time of a small call goes: `phalanx run -n 2 benchmarks/small_call.py`.
+"""The parts of a small all_reduce in shared memory, as one rank's own time: what is it bound by?
 
-An all_reduce in place of 8 bytes, in shared memory, whose path is stamped with the clock at five
-places. Beside it, in the same rounds:
+    python benchmarks/small_call.py
 
-    whole     the call without stamps
-    by hand   its least in Python: copy the input to shared memory, raise a flag, wait for the
-              other's, add. Nothing is checked, compared, counted or remembered
-    sum       `torch.add(out=)` of two such tensors, which both of them need
-
-Each row is the median of rank 0's calls. The stamps themselves take some 0.1 us each.
+Two ranks are threads of this process. Words in which the peer has arrived at every epoch take the
+place of its own, so nobody waits, and the second rank does nothing. A part is timed alone; the
+least of many short stretches counts, so it is the same on a busy machine. What a call takes between
+two processes is more by the time until each sees the other's flag.
 """
 
 from __future__ import annotations
 
-import ctypes
-import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import wraps
-from time import perf_counter
-from typing import Any
+import math
+import socket
+import timeit
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
-import typer
-from rich import print as show
 
 import phalanx
-from phalanx import Backend, all_reduce_
-from phalanx.core.checker import Checker
-from phalanx.transport.shm.epoch import ShmEpoch
+from phalanx.collectives.request import finish_into
+from phalanx.collectives.resolve import Resolved, TensorRequest
+from phalanx.collectives.shm.executor import ShmCollective, copy
+from phalanx.core.call import UNKNOWN_SITE
+from phalanx.core.steps import Step
+from phalanx.transport.shm.control import ControlBlock
 
-# Where the path is stamped: the function, whether at its end, and what the time since the stamp
-# before was for.
-STAMPS: tuple[tuple[type, str, bool, str], ...] = (
-    (Backend, "run", False, "check the tensor, find the kept program"),
-    (Checker, "next_call", True, "take the lock, find the caller's line, number and hash the call"),
-    (ShmEpoch, "begin", False, "make the step, copy the input to shared memory"),
-    (ShmEpoch, "begin", True, "show the hash, raise the flag, look who sleeps"),
-    (ShmEpoch, "ready", True, "wait for the other rank, compare its hash"),
-)
-LAST = "add, remember the call, return"
+CALLS, STRETCHES = 200, 400
+EVERYWHERE = 1 << 62  # a flag
 
 
-@contextmanager
-def stamped(stamps: list[float]) -> Iterator[None]:
-    """Stamp the path of calls in here."""
-    before = {(of, name): getattr(of, name) for of, name, *_ in STAMPS}
+def two_ranks() -> list[phalanx.SharedMemoryBackend]:
+    """Two ranks of this process."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(2) as threads:
+        place = "{}:{}".format(*server.getsockname())
 
-    def stamping(function: Callable[..., Any], starts: bool, ends: bool) -> Callable[..., Any]:
-        @wraps(function)
-        def call(*args: Any, **options: Any) -> Any:
-            if starts:
-                stamps.append(perf_counter())
-            result = function(*args, **options)
-            if ends:
-                stamps.append(perf_counter())
-            return result
+        def meet(rank: int) -> phalanx.SharedMemoryBackend:
+            listener = server.dup() if rank == 0 else None
+            return phalanx.SharedMemoryBackend(rank, 2, place, token="", listener=listener)
 
-        return call
-
-    try:
-        for (of, name), function in before.items():
-            places = {end for one, called, end, _ in STAMPS if (one, called) == (of, name)}
-            setattr(of, name, stamping(function, False in places, True in places))
-        yield
-    finally:
-        for (of, name), function in before.items():
-            setattr(of, name, function)
+        backends = list(threads.map(meet, range(2)))
+        list(threads.map(partial(phalanx.all_reduce_, torch.ones(2)), backends))
+        return backends
 
 
-def by_hand(backend: Backend) -> Callable[[torch.Tensor], None]:
-    """Return the least that does it, for two ranks and 8 bytes."""
-    memory = backend.common(64, torch.int64)
-    assert memory is not None
-    words = memoryview((ctypes.c_int64 * 64).from_address(memory.data_ptr())).cast("B").cast("q")
-    me, other = 8 * backend.rank, 8 * (1 - backend.rank)
-    slots = memory.view(torch.float32)  # two of each rank, taken in turn, beside its flag
-    views = [(slots[2 * me + at :][:2], slots[2 * other + at :][:2]) for at in (4, 8)]
-    mine = [view.data_ptr() for view, _ in views]
-    turn = 0
-
-    def reduce(tensor: torch.Tensor, memory: torch.Tensor = memory) -> None:
-        nonlocal turn
-        turn += 1
-        ctypes.memmove(mine[turn % 2], tensor.data_ptr(), 8)
-        words[me] = turn
-        while words[other] < turn:
-            pass
-        torch.add(*views[turn % 2], out=tensor)
-
-    return reduce
+def never_wait(control: ControlBlock) -> None:
+    """Let the peer have arrived at every epoch from now on."""
+    control.known.clear()
+    control.others.clear()
+    control.flags[None] = [memoryview(bytearray(EVERYWHERE.to_bytes(8, "little") * 64)).cast("Q")]
+    control.met = EVERYWHERE
 
 
-def main(calls: int = 2000, rounds: int = 15) -> None:
-    """Print the table."""
-    with phalanx.init("shm") as backend:
-        if backend.world_size != 2:
-            raise typer.BadParameter("it takes two ranks: phalanx run -n 2")
-        tensor, plain = torch.ones(2), by_hand(backend)
-        one, two = torch.ones(2), torch.ones(2)
-        kinds: dict[str, Callable[[], object]] = {
-            "whole": lambda: all_reduce_(tensor, backend),
-            "by hand": lambda: plain(tensor),
-            "sum": lambda: torch.add(one, two, out=tensor),
-        }
-        times: dict[str, list[float]] = {name: [] for name in [*kinds, *(s[3] for s in STAMPS)]}
-        times[LAST] = []
-        for _ in range(rounds):
-            for name, call in kinds.items():
-                backend.barrier()
-                for _ in range(calls):
-                    tensor.fill_(1.0)
-                    began = perf_counter()
-                    call()
-                    times[name].append(perf_counter() - began)
-                assert tensor.tolist() == [2.0, 2.0]
-            stamps: list[float] = []
-            with stamped(stamps):
-                backend.barrier()
-                for _ in range(calls):
-                    tensor.fill_(1.0)
-                    stamps.clear()
-                    began = perf_counter()
-                    all_reduce_(tensor, backend)
-                    ends = [*stamps, perf_counter()]
-                    if len(ends) == len(STAMPS) + 1:  # it took the usual path
-                        for what, at in zip([*(s[3] for s in STAMPS), LAST], ends, strict=True):
-                            times[what].append(at - began)
-                            began = at
-        if backend.rank == 0:
-            table(times)
+def microseconds(part: Callable[[], object]) -> float:
+    """Of one call of it."""
+    return min(timeit.repeat(part, number=CALLS, repeat=STRETCHES)) / CALLS * 1e6
 
 
-def table(times: dict[str, list[float]]) -> None:
-    """Print the medians."""
-    show("all_reduce_ of 8 bytes, 2 ranks, shared memory")
-    show("| part | us |")
-    show("|---|---:|")
-    for what, its in times.items():
-        show(f"| {what} | {1e6 * statistics.median(its):.1f} |")
+def parts(backend: phalanx.SharedMemoryBackend) -> dict[str, Callable[[], object]]:
+    """Each part by its name, to be called."""
+    tensor, control, checker = torch.ones(2), backend.shared, backend.group.checker
+    assert isinstance(control, ControlBlock)
+    phalanx.all_reduce_(tensor, backend)
+    request: TensorRequest[torch.Tensor] = phalanx.all_reduce_.request(tensor, backend)  # type: ignore[attr-defined]
+    resolved = next(each for each in backend.cache.values() if isinstance(each, Resolved))
+    shm, call = resolved.shm, checker.next_call("all_reduce", "", 0, UNKNOWN_SITE, 0.0, math.inf)
+    assert isinstance(shm, ShmCollective)
+    slots = [control.slot(place, 0, 2, torch.float32) for place in range(2)]
+
+    def carry_out() -> None:
+        for step in shm.steps(tensor, tensor):
+            take(step)
+
+    def take(step: object) -> None:
+        assert isinstance(step, Step)
+        step.begin(call)
+        step.ready()
+
+    return {
+        "all_reduce_ of 8 B": lambda: phalanx.all_reduce_(tensor, backend),
+        "checks, and the request": lambda: phalanx.all_reduce_.request(tensor, backend),  # type: ignore[attr-defined]
+        "its plan, of the cache; the arguments": request._bind,
+        "a call without steps: lock, clocks, history": lambda: backend.run("all_reduce", ()),
+        "- the number, and the hash of all calls": lambda: checker.next_call(
+            "all_reduce", "", 0, UNKNOWN_SITE, 0.0, math.inf
+        ),
+        "the steps": carry_out,
+        "- copy to the slot": lambda: copy(
+            control.slot_address(0, 0), tensor.data_ptr(), tensor.nbytes
+        ),
+        "- an epoch: flag, fence, look at the flags": lambda: take(control.epoch(first=True)),
+        "- torch adds two slots": lambda: torch.add(*slots, out=tensor),
+        "the result: autograd is told": lambda: finish_into(tensor, tensor),
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    first, second = two_ranks()
+    assert isinstance(first.shared, ControlBlock)
+    never_wait(first.shared)
+    timed = parts(first)
+    print("| part | us |", "|---|---:|", sep="\n")
+    for name, part in timed.items():
+        print(f"| {name} | {microseconds(part):.2f} |", flush=True)
+    for backend in (second, first):
+        backend.abort()
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

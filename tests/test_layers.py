@@ -71,8 +71,8 @@ BUDGETS = {  # of each package: lines, files
     "torch_backend": (1_860, 9),
     "training": (1_480, 7),
     "transport": (1_046, 6),  # without its packages
-    "transport.shm": (1_609, 10),
-    "transport.tcp": (3_667, 11),
+    "transport.shm": (1_603, 9),
+    "transport.tcp": (3_697, 13),
     "wire": (1_344, 6),
 }
 LONGEST_BODY = 45  # lines of a function, without signature and docstring

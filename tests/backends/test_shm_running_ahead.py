@@ -10,7 +10,7 @@ from clusters import SharedMemory
 
 import phalanx
 from phalanx import Backend, CollectiveTimeoutError, DesyncError, PeerLostError
-from phalanx.transport.shm.run_ahead import AHEAD
+from phalanx.transport.shm.peer_slot import AHEAD
 
 SHM = SharedMemory()
 

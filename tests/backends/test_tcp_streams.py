@@ -17,7 +17,8 @@ from raw_peer import WORLD, message, rank_0_and_a_raw_peer
 import phalanx
 from phalanx import CollectiveTimeoutError, MisuseError, PeerLostError, SizeMismatchError
 from phalanx.transport import crowding
-from phalanx.transport.tcp import connection
+from phalanx.transport.tcp import send_buffer
+from phalanx.transport.tcp.transport import SPIN
 from phalanx.wire.control import FailureNotice
 from phalanx.wire.frame import HEADER_SIZE, MAX_PAYLOAD, Channel, Kind, pack_header
 
@@ -346,7 +347,7 @@ def test_the_kernel_sizes_the_send_buffer_while_cores_are_short(
     with rank_0_and_a_raw_peer() as (backend, peer):
         sock = backend._transport.mesh.connections[1].sock
         try:
-            sock.setsockopt(socket.SOL_SOCKET, connection.SO_BUF_LOCK, 1)
+            sock.setsockopt(socket.SOL_SOCKET, send_buffer.SO_BUF_LOCK, 1)
         except OSError:
             pytest.skip("the kernel has no SO_BUF_LOCK")
         sizes = []
@@ -367,7 +368,7 @@ def test_a_rank_that_waits_polls_only_while_there_are_cores(
     monkeypatch.setattr(crowding, "MOST", 1)
     spins: list[float] = []
     with rank_0_and_a_raw_peer() as (backend, _):
-        backend._transport.spin = 0.01
+        backend._transport.mesh.crowding = crowding.Crowding()  # as where each rank has a core
         turn = backend._transport.reactor.turn
 
         def recorded(seconds: float, lock: threading.RLock, spin: float = 0.0) -> None:
@@ -377,7 +378,7 @@ def test_a_rank_that_waits_polls_only_while_there_are_cores(
         monkeypatch.setattr(backend._transport.reactor, "turn", recorded)
         with pytest.raises(CollectiveTimeoutError):
             backend.recv(bytearray(1), 1, timeout=0.1)
-    assert (0.01 in spins) is not crowded
+    assert (SPIN in spins) is not crowded
 
 
 def test_a_look_or_two_do_not_change_what_is_taken_for_the_state_of_a_host(

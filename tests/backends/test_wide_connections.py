@@ -32,7 +32,7 @@ import phalanx
 from phalanx import Backend, BackendUnavailableError, MisuseError, PeerLostError
 from phalanx.transport.backends import MeshBackend
 from phalanx.transport.tcp import dial as dial_module
-from phalanx.transport.tcp.connection import Mesh
+from phalanx.transport.tcp.mesh import Mesh
 from phalanx.wire.control import parse_address
 from phalanx.wire.handshake import DialerHandshake, Identity, Refused
 

@@ -1,23 +1,29 @@
-"""The path of a small call is stamped where it goes, and its parts are told."""
+"""`benchmarks/small_call.py`: its parts run, and docs/numbers.md shows them."""
 
 from __future__ import annotations
 
-import re
+import sys
 from pathlib import Path
 
-from processes import run_python
-from warm_python import warm_python
+import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "small_call.py"
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import small_call
+
+PAGE = Path(__file__).parents[2] / "docs" / "numbers.md"
 
 
-def test_the_parts_of_a_call_take_about_what_the_whole_call_takes() -> None:
-    """They are a little more: each stamp takes time, too."""
-    words = ["-m", "phalanx", "run", "-n", "2", str(SCRIPT), "--calls", "20", "--rounds", "2"]
-    ended = run_python(words, python=warm_python())
-    assert ended.returncode == 0, ended.stderr
-    rows = re.findall(r"^\[rank 0\] \| (.+) \| ([\d.]+) \|$", ended.stdout, re.MULTILINE)
-    names = [name for name, _ in rows]
-    assert names[:3] == ["whole", "by hand", "sum"]
-    assert len(names) == 9
-    assert all(float(us) > 0 for _, us in rows)
+def names_in(text: str) -> list[str]:
+    """The first cells of a table's rows."""
+    return [line.rpartition(" | ")[0] for line in text.splitlines() if line.startswith("| ")][1:]
+
+
+def test_the_page_has_a_row_for_each_part(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(small_call, "CALLS", 1)
+    monkeypatch.setattr(small_call, "STRETCHES", 1)
+    small_call.main()
+    section = PAGE.read_text().partition("### A small call")[2].partition("### ")[0]
+    assert names_in(section) == names_in(capsys.readouterr().out)

@@ -29,11 +29,10 @@ from phalanx.collectives.shm.executor import ShmCollective
 from phalanx.collectives.shm.plan import SHM_ALGORITHM
 from phalanx.core.call import Members
 from phalanx.core.work import Call as CoreCall
-from phalanx.transport.shm.control import ControlBlock
+from phalanx.transport.shm.control import PARTS, ControlBlock
 from phalanx.transport.shm.domain import HostDomain
 from phalanx.transport.shm.epoch import FlagWait
-from phalanx.transport.shm.peer_slot import FLAG
-from phalanx.transport.shm.run_ahead import AHEAD, PARTS
+from phalanx.transport.shm.peer_slot import AHEAD, FLAG
 
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 ROOTED = ("reduce", "gather", "broadcast", "scatter")

@@ -15,8 +15,8 @@ from phalanx.collectives.plan import Key
 from phalanx.collectives.shm import plan as plans
 from phalanx.collectives.shm.plan import FORMS, SHM_ALGORITHM, ShmPlan, Thresholds, make_shm_plan
 from phalanx.core.shared_group import SharedGroup
-from phalanx.transport.shm import run_ahead
-from phalanx.transport.shm.run_ahead import AHEAD, RunAhead
+from phalanx.transport.shm.control import RunAhead
+from phalanx.transport.shm.peer_slot import AHEAD
 
 SHORT = Thresholds(small=64, piece=512, staged_by_all=512, block=256)
 
@@ -168,7 +168,7 @@ def test_the_docstring_draws_the_entries_of_a_member_that_has_begun_collective_1
         "collective": [f"#{collectives[entry]}" for entry in (*range(7), 14, 15)],
         "flag": [member.starts[entry] for entry in (*range(7), 14, 15)],
     }
-    drawn = [line.split() for line in (run_ahead.__doc__ or "").splitlines()]
+    drawn = [line.split() for line in (RunAhead.__doc__ or "").splitlines()]
     for name, values in rows.items():
         line = next(line for line in drawn if line[:1] == [name])
         shown = line[1 : 1 + 10]

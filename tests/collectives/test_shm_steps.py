@@ -15,9 +15,8 @@ from shm_model import ROOTED, Call, members, perform
 from phalanx import ReduceOp
 from phalanx.collectives.shm import plan
 from phalanx.collectives.shm.plan import SHM_ALGORITHM
-from phalanx.transport.shm.control import ControlBlock
-from phalanx.transport.shm.peer_slot import FLAG
-from phalanx.transport.shm.run_ahead import AHEAD, PARTS
+from phalanx.transport.shm.control import PARTS, ControlBlock
+from phalanx.transport.shm.peer_slot import AHEAD, FLAG
 
 PIECE, SMALL = 1 << 10, 256  # bytes: so that tensors of a few KiB are of several pieces
 EVERY = (1 << 8) - 1

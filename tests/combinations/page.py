@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import pages
 from cells import REFUSED, RIGHT, Verdict
 from feature import Feature
 from features import FEATURES, SECTIONS
 from wrappers import WAYS, Way
 
 PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
-BEGIN, END = "<!-- begin: the table -->", "<!-- end: the table -->"
 Results = Mapping[str, Mapping[tuple[Way, tuple[Feature, ...]], Verdict]]
 
 
@@ -24,7 +27,7 @@ def table(results: Results) -> str:
         lines += ["", f"### {section.capitalize()}", "", *_section(section, results, notes)]
     lines += ["", "### Notes", ""]
     lines += [f"{number}. {text}" for text, number in notes.items()]
-    return "\n".join(lines).strip() + "\n"
+    return "\n".join(lines)
 
 
 def _section(section: str, results: Results, notes: dict[str, int]) -> Iterator[str]:
@@ -54,6 +57,4 @@ def _cell(way: Way, one: Feature, results: Results, notes: dict[str, int]) -> st
 
 def write_page(results: Results) -> None:
     """Put the table into the page, between its marks."""
-    before, rest = PAGE.read_text().split(BEGIN)
-    _, after = rest.split(END)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table(results)}\n{END}{after}")
+    pages.rewrite(PAGE, "the table", table(results))

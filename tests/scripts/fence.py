@@ -17,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from test_fence import copy_library, own_tests
 
-with tempfile.TemporaryDirectory() as folder:
-    copy_library(Path(folder))
-    words = [sys.executable, "-m", "pytest", *map(str, own_tests()), *sys.argv[1:]]
-    environ = {**os.environ, "PYTHONPATH": folder}
-    sys.exit(subprocess.run(words, env=environ, check=False).returncode)
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        copy_library(Path(folder))
+        words = [sys.executable, "-m", "pytest", *map(str, own_tests()), *sys.argv[1:]]
+        environ = {**os.environ, "PYTHONPATH": folder}
+        sys.exit(subprocess.run(words, env=environ, check=False).returncode)

@@ -22,7 +22,6 @@ from phalanx.collectives.request import (
     check_tensor,
     collective,
     given,
-    nothing,
     out_for,
     work_in_place,
 )
@@ -151,8 +150,8 @@ def gather(
     root = backend.check_rank(root, "root")
     rows = tensor.shape[0] if tensor.dim() else 1
     shape, dtype = (backend.world_size * rows, *tensor.shape[1:]), tensor.dtype
-    source, out = plain(tensor), None
-    result: Callable[[], Tensor | None] = nothing
+    result: Callable[[], Tensor | None]
+    source, out, result = plain(tensor), None, lambda: None
     if backend.rank == root:
         out, result = out_for(shape, dtype, backend, into, "gather", device=tensor.device)
         source = given(tensor, out, place=root)

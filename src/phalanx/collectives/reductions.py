@@ -24,7 +24,6 @@ from phalanx.collectives.request import (
     collective,
     finish_into,
     given,
-    nothing,
     out_for,
     work_in_place,
 )
@@ -84,11 +83,9 @@ def all_reduce_(
 ) -> Request[Tensor]:
     """`all_reduce` in place: `tensor` is overwritten, and returned. Half the memory traffic."""
     check_tensor(tensor, backend, "all_reduce_")
-    out, result = work_in_place(tensor)
+    memory, result = work_in_place(tensor)
     options = (algorithm, reproducible, label, timeout)
-    return TensorRequest(
-        backend, "all_reduce", tensor.shape, tensor.dtype, out, out, result, options, op
-    )
+    return TensorRequest.all_reduce_(memory, backend, op, result, options)
 
 
 @collective
@@ -125,8 +122,8 @@ def reduce(
     check_tensor(tensor, backend, "reduce")
     root = backend.check_rank(root, "root")
     shape, dtype, device = tensor.shape, tensor.dtype, tensor.device
-    source, out = plain(tensor), None
-    result: Callable[[], Tensor | None] = nothing
+    result: Callable[[], Tensor | None]
+    source, out, result = plain(tensor), None, lambda: None
     if backend.rank == root:
         out, result = out_for(shape, dtype, backend, into, "reduce", device=device)
         source = given(tensor, out, place=0)
@@ -149,11 +146,9 @@ def reduce_(
     """`reduce` in place: the root's `tensor` is overwritten, the others' is not; it is returned."""
     check_tensor(tensor, backend, "reduce_")
     root = backend.check_rank(root, "root")
-    if backend.rank == root:
-        source, result = work_in_place(tensor)
-        out = source
-    else:
-        source, out, result = plain(tensor), None, lambda: tensor
+    has_result = backend.rank == root
+    source, result = work_in_place(tensor) if has_result else (plain(tensor), lambda: tensor)
+    out = source if has_result else None
     options = (algorithm, reproducible, label, timeout)
     return TensorRequest(
         backend, "reduce", tensor.shape, tensor.dtype, source, out, result, options, op, root
@@ -345,9 +340,7 @@ class _Coalesced(Request[list[Tensor]]):
             for number, place in zip(numbers, places, strict=True):
                 reduced[number] = flat[slice(*place)].view(tensors[number].shape)
                 copy_bits(reduced[number], tensors[number])
-            request = TensorRequest(
-                backend, "all_reduce", flat.shape, dtype, flat, flat, results, options, op
-            )
+            request = TensorRequest.all_reduce_(flat, backend, op, results, options)
             request.name = COALESCED
             work = request.issue(background=background)
         if work is None:

@@ -22,6 +22,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from typing_extensions import override
 from xxhash import xxh3_64_intdigest
 
@@ -29,7 +30,14 @@ from phalanx.core.backend import Backend
 from phalanx.core.steps import Program
 from phalanx.core.work import Work
 from phalanx.errors import SizeMismatchError
-from phalanx.wire.memory import check_distinct, copy_bits, is_plain, plain, why_not_movable
+from phalanx.wire.memory import (
+    check_distinct,
+    copy_bits,
+    is_plain,
+    outside_inference_mode,
+    plain,
+    why_not_movable,
+)
 
 PendingCollective = Work  # its public name
 
@@ -80,9 +88,8 @@ def collective(define: Callable[P, Request[T]]) -> Callable[P, T]:
     @wraps(define)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         if torch.is_inference_mode_enabled():
-            with torch.inference_mode(mode=False):
-                return define(*args, **kwargs).run()
-        return define(*args, **kwargs).run()  # without a function in between, as `issue` below
+            return outside_inference_mode(run, *args, **kwargs)
+        return define(*args, **kwargs).run()
 
     run.request = define  # type: ignore[attr-defined]
     _annotate(run, define, "{}")
@@ -97,8 +104,7 @@ def asynchronous(blocking: Callable[P, T]) -> Callable[P, Work[T]]:
     @wraps(define)
     def issue(*args: P.args, **kwargs: P.kwargs) -> Work[T]:
         if torch.is_inference_mode_enabled():
-            with torch.inference_mode(mode=False):
-                return define(*args, **kwargs).issue()
+            return outside_inference_mode(issue, *args, **kwargs)
         return define(*args, **kwargs).issue()
 
     issue.__name__ = issue.__qualname__ = f"async_{name}"
@@ -217,10 +223,6 @@ def out_for(
     return memory, lambda: finish_into(into, memory)
 
 
-def nothing() -> None:
-    """Return None, the result on other ranks than the root."""
-
-
 def work_in_place(tensor: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
     """Return memory to work on for `tensor`: itself, or a contiguous copy, copied back."""
     memory = plain(tensor)
@@ -249,5 +251,5 @@ def finish_into(into: Tensor, work: Tensor) -> Tensor:
     """Return `into` with the values of `work`; tell autograd that it changed."""
     if into is not work and (into.data_ptr() != work.data_ptr() or not is_plain(into)):
         copy_bits(into.detach(), work)
-    torch.autograd.graph.increment_version(into)
+    increment_version(into)
     return into

@@ -25,7 +25,7 @@ from xxhash import xxh3_64_intdigest
 from phalanx.collectives.cost import choose
 from phalanx.collectives.pieces import Elsewhere, join
 from phalanx.collectives.plan import Arithmetic, Key, Plan, make_plan
-from phalanx.collectives.request import Request, nothing
+from phalanx.collectives.request import Request
 from phalanx.collectives.schedules import COLLECTIVES, REDUCING
 from phalanx.collectives.shm.executor import ShmCollective
 from phalanx.collectives.shm.plan import SHM_ALGORITHM
@@ -34,7 +34,7 @@ from phalanx.collectives.tuning import remember
 from phalanx.core.backend import Backend
 from phalanx.core.posted import Combine
 from phalanx.core.reduce_op import ReduceOp, reduction_for
-from phalanx.core.steps import Native, NativeCall, Program
+from phalanx.core.steps import NativeCall, Program
 from phalanx.core.work import Work
 from phalanx.errors import UnsupportedOperationError
 from phalanx.wire.memory import copy_bits, tensor_bytes
@@ -58,9 +58,6 @@ Arguments: TypeAlias = (
     "tuple[str, Iterable[Program], Sequence[memoryview], Combine | None, str, int, float | None]"
 )
 """Of `Backend.run`: name, program, buffers, combine, signature, fingerprint, timeout."""
-
-
-NO_BUFFERS: tuple[memoryview, ...] = ()
 
 
 @dataclass(slots=True)
@@ -92,6 +89,19 @@ class TensorRequest(Request[T]):
     elsewhere: Elsewhere = ()
     name: str = ""
 
+    @classmethod
+    def all_reduce_(
+        cls,
+        memory: Tensor,
+        backend: Backend,
+        op: ReduceOp,
+        result: Callable[[], T],
+        options: Options,
+    ) -> TensorRequest[T]:
+        """Return an all-reduce of contiguous memory in place, which is not checked any more."""
+        shape, dtype = memory.shape, memory.dtype
+        return cls(backend, "all_reduce", shape, dtype, memory, memory, result, options, op)
+
     @override
     def run(self) -> T:
         arguments, result = self._bind()
@@ -113,7 +123,8 @@ class TensorRequest(Request[T]):
         resolved: Resolved | None = backend.cache.get(kind)  # type: ignore[assignment]
         plan, shm = resolved or remember(backend, kind, _resolve(self))
         steps: Iterable[Program] | None = None
-        result, buffers, combine = self.result, NO_BUFFERS, None
+        result, combine = self.result, None
+        buffers: tuple[memoryview, ...] = ()
         source = self.source
         if (
             self.elsewhere
@@ -122,15 +133,16 @@ class TensorRequest(Request[T]):
         ):
             join(source, self.elsewhere)  # else shared memory's plan reads the pieces in place
             self.elsewhere = ()
-        if backend.native is not None and algorithm == "auto" and not reproducible:
-            steps = self._native(backend.native, plan)
+        if backend.native is not None and algorithm == "auto" and not reproducible and plan.program:
+            steps = backend.native.steps(
+                NativeCall(collective, source, self.out, self.op, self.root)
+            )
         if steps is None:
             first = source if source is not None else self.out
             if plan.program and first is not None and not first.is_cpu:
                 return self._staged(plan, first.device)
             if shm is not None:
-                given = source, self.out, self.elsewhere
-                steps = shm.steps(*given, counters, consume=self.consume)
+                steps = shm.steps(source, self.out, self.elsewhere, counters, consume=self.consume)
             else:
                 steps, result, buffers, combine = self._by_messages(plan)
         signature, fingerprint = plan.signature, plan.fingerprint
@@ -139,12 +151,6 @@ class TensorRequest(Request[T]):
             fingerprint ^= xxh3_64_intdigest(label.encode())
         name = self.name or collective
         return (name, steps, buffers, combine, signature, fingerprint, timeout), result
-
-    def _native(self, native: Native, plan: Plan) -> Iterable[Program] | None:
-        """Return the steps that do it by the backend's library, if that has it."""
-        if not plan.program:
-            return None
-        return native.steps(NativeCall(self.collective, self.source, self.out, self.op, self.root))
 
     def _by_messages(
         self, plan: Plan
@@ -155,7 +161,7 @@ class TensorRequest(Request[T]):
         if own is not None:
             result = partial(self._taken_from, own)
         if not plan.program:  # then the memory may be of any device
-            return (), result, NO_BUFFERS, None
+            return (), result, (), None
         buffers: tuple[memoryview, ...] = (tensor_bytes(work),)
         if source is not None:
             buffers += (tensor_bytes(source),)
@@ -179,7 +185,7 @@ class TensorRequest(Request[T]):
 
         def bind(source: Tensor | None, out: Tensor | None, shape: tuple[int, ...]) -> Bound:
             piece = replace(
-                this, source=source, out=out, shape=shape, result=nothing, options=options
+                this, source=source, out=out, shape=shape, result=lambda: None, options=options
             )
             piece.consume = True  # it is a copy
             (_, steps, buffers, combine, *_), finish = piece._bind()

@@ -672,7 +672,7 @@ class Backend:
                 self.group.close()
                 if self.native is not None:
                     self.native.close()
-                self.engine.tell_members(self.group, None)
+                self.engine.transport.tell_members(self.group, None)
                 self.engine.run_ready()
 
     def abort(self) -> None:
@@ -686,7 +686,7 @@ class Backend:
                 reason = f"rank {group.name_of(group.rank)} was lost: it aborted"
                 group.close()
                 failure = Failure(PeerLostError, here, here, reason)
-                self.engine.tell_members(group, failure.notice())
+                self.engine.transport.tell_members(group, failure.notice())
                 self.engine.run_ready()
 
     def __enter__(self) -> Self:

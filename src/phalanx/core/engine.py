@@ -115,7 +115,7 @@ class Engine:
         self.watchdog = Watchdog(
             rank, world_size, self._tell, self.matching.unexpected_bytes, self.history.last
         )
-        self.native: Callable[[Group], Native | None] = _no_library
+        self.native: Callable[[Group], Native | None] = lambda group: None
         self.copies: dict[torch.device, HostCopies] = {}
         self._early: dict[int, EarlyControl] = {}  # by the group's identity
         self._advancing = False
@@ -332,13 +332,6 @@ class Engine:
     def _tell(self, peer: int, group: int, message: Control) -> None:
         self.transport.control(peer, group, message)
 
-    def tell_members(self, group: Group, message: Control) -> None:
-        """Tell the other members of a failure, or (None) that this rank has closed the group.
-
-        The culprit of a failure is told, too, if it lives.
-        """
-        self.transport.tell_members(group, message)
-
     def on_control(self, peer: int, group_id: int, message: Control) -> None:
         """Handle a control message from a peer. Lock held."""
         if isinstance(message, FailureNotice):
@@ -407,10 +400,6 @@ class Engine:
         for group in list(self.groups.values()):
             group.fail(Failure(PeerLostError, self.rank, self.rank, reason))
         self.run_ready()
-
-
-def _no_library(group: Group) -> None:
-    return None
 
 
 @dataclass

@@ -225,19 +225,6 @@ class Group(Members):
             counters.ended(call)
         return None
 
-    def may_finish(self, work: Work[Any]) -> bool:
-        """Return whether a work whose steps are done is complete: not while ranks disagree."""
-        if not work.is_collective:
-            return True
-        if self.checker.desync is not None:
-            return False
-        if self.engine.matching.unexpected:
-            sender = self.engine.matching.unexpected_from(work.channel)
-            if sender is not None:
-                self.checker.got_unexpected_message(work.sequence, sender)
-                return False
-        return True
-
     def work_ended(self, work: Work[Any]) -> None:
         """End a work: the next one in the queue may begin."""
         call, engine = work.call, self.engine
@@ -361,7 +348,7 @@ class Group(Members):
             work.fail(self._error_for(failure, work.call))
         self.engine.matching.forget_group(self.id)
         if tell:
-            self.engine.tell_members(self, failure.notice())
+            self.engine.transport.tell_members(self, failure.notice())
             for other in self.bound:
                 if not other.closed:
                     other.fail(failure)

@@ -24,6 +24,7 @@ from phalanx.core.posted import Combine, PostedRound, Wait
 from phalanx.core.steps import Program, Round, Step
 from phalanx.errors import DistributedError
 from phalanx.wire.frame import Channel, Kind
+from phalanx.wire.memory import outside_inference_mode
 
 T = TypeVar("T")
 SHOWN = 3  # of the works that a thread waits for, in messages
@@ -174,9 +175,8 @@ class Work(Wait, Generic[T]):
 
     def advance(self) -> None:
         """Go on from a complete step, as far as possible without waiting. Lock held."""
-        if torch.is_inference_mode_enabled():  # other threads could not write what is made in it
-            with torch.inference_mode(mode=False):
-                self.advance()
+        if torch.is_inference_mode_enabled():
+            outside_inference_mode(self.advance)
             return
         engine = self.group.engine
         try:
@@ -189,7 +189,7 @@ class Work(Wait, Generic[T]):
                     complete = engine.begin(self, item)
                 if not complete:
                     return
-            if not self.over and self.group.may_finish(self):
+            if not self.over and self._may_end():
                 self._end()
         except Exception as error:
             self.group.work_failed(self, error)
@@ -210,6 +210,18 @@ class Work(Wait, Generic[T]):
         if step is not None:
             step.cancel()
         self._end()
+
+    def _may_end(self) -> bool:
+        """Return whether it is complete, as its steps are: not while ranks disagree."""
+        if not self.is_collective:
+            return True
+        checker, matching = self.group.checker, self.group.engine.matching
+        if checker.desync is not None:
+            return False
+        sender = matching.unexpected_from(self.channel) if matching.unexpected else None
+        if sender is not None:
+            checker.got_unexpected_message(self.sequence, sender)
+        return sender is None
 
     def _end(self) -> None:
         self.over = True

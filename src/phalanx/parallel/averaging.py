@@ -288,14 +288,13 @@ class GradientAveraging(RequestExecutor):
         if self.compressor is None:  # the way of most gradients: no other function in between
             self.bytes_sent += 2 * (self._member.parts - 1) * flat.nbytes // self._member.parts
             # Of the backend's own memory: not to be checked in each pass, as a user's tensor is.
-            shape, changed, op = flat.shape, partial(increment_version, flat), ReduceOp.MEAN
             options = (self._algorithm, False, label, None)
-            request = TensorRequest(
-                self._backend, "all_reduce", shape, flat.dtype, flat, flat, changed, options, op
+            request = TensorRequest.all_reduce_(
+                flat, self._backend, ReduceOp.MEAN, partial(increment_version, flat), options
             )
             request.elsewhere = tuple(sorted(bucket.pieces.items()))
             bucket.pieces = {}
-            return PendingAverage(None, request.issue(), shape, label)
+            return PendingAverage(None, request.issue(), flat.shape, label)
         names = [self._names[parameter] for parameter in bucket.views]
         named = GradientBucket(flat, names, [parameter.shape for parameter in bucket.views])
         return self.begin(self.compressor.average_(named, self._member, self._feedback), label)

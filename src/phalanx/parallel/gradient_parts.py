@@ -11,8 +11,6 @@ from copy import deepcopy
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from phalanx.errors import MisuseError
 from phalanx.torch_internals import as_plain_tensors
@@ -45,14 +43,3 @@ def mark_part(parameter: Tensor) -> None:
     """Mark a parameter's gradient, if it has one, until an optimizer takes it. Also a hook."""
     if type(parameter.grad) is Tensor:
         parameter.grad.__class__ = GradientPart
-
-
-def _unmark(optimizer: Optimizer, *_: object) -> None:
-    """Let optimizers compute with plain tensors: for others torch would call Python code."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if type(parameter.grad) is GradientPart:
-                parameter.grad.__class__ = Tensor  # type: ignore[assignment]
-
-
-register_optimizer_step_pre_hook(_unmark)

@@ -18,8 +18,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from xxhash import xxh3_64_hexdigest
 
 from phalanx.collectives import ReduceOp, all_reduce_, broadcast
@@ -500,17 +498,3 @@ class BackwardBucket(Bucket):
         parameter.grad = view.detach()  # not the view itself, whose `.data` a program may replace
         if type(grad) is GradientPart:
             mark_part(parameter)
-
-
-def _check_step(optimizer: Optimizer, *_: object) -> None:
-    """Look before each step of any optimizer. A parameter names its reducer by its own hook."""
-    if backward_number() < 0:  # as ordinary steps are
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            for hook in post_accumulate_hooks(parameter):
-                if isinstance(hook, WrapperHook) and (reducer := hook.args[0]()) is not None:
-                    reducer.check_step(parameter)
-
-
-register_optimizer_step_pre_hook(_check_step)

@@ -34,7 +34,9 @@ from phalanx.parallel.compressor_state import (
     own_state,
     without_own,
 )
+from phalanx.parallel.gradient_parts import GradientPart
 from phalanx.parallel.guards import refuse
+from phalanx.torch_internals import backward_number, post_accumulate_hooks
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -346,12 +348,28 @@ def tell(step: Callable[[Wrapper, Optimizer], None], optimizer: Optimizer, *_: o
         step(owner, optimizer)
 
 
-register_optimizer_step_pre_hook(partial(tell, lambda owner, opt: owner.before_step(opt)))
+def _before_step(optimizer: Optimizer, *_: object) -> None:
+    """Refuse a step inside a pass that averages; let the optimizer compute with plain tensors."""
+    in_backward = backward_number() >= 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for hook in post_accumulate_hooks(parameter) if in_backward else ():
+                if isinstance(hook, WrapperHook) and (reducer := hook.args[0]()) is not None:
+                    reducer.check_step(parameter)
+            if type(parameter.grad) is GradientPart:  # for which torch would call Python code
+                parameter.grad.__class__ = Tensor  # type: ignore[assignment]
+    tell(lambda owner, opt: owner.before_step(opt), optimizer)
+
+
+register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(partial(tell, lambda owner, opt: owner.after_step(opt)))
 
 
 class WrapperHook(partial[None]):
-    """A hook that a wrapper has put on a parameter, and that other parameters do not take over."""
+    """A hook that a wrapper has put on a parameter, and that other parameters do not take over.
+
+    Its first argument is a weak reference to the parameter's reducer.
+    """
 
 
 # ------------------------------------------------------------------------------

@@ -148,10 +148,11 @@ class CollectiveMethods:
 
     # Calls ----------------------------------------------------------------------------------
 
-    @outside_inference_mode
     def _do(
         self, operation: Operation, tensors: tuple[Any, ...], settings: Settings, blocking: bool
     ) -> ProcessGroupWork:
+        if torch.is_inference_mode_enabled():
+            return outside_inference_mode(self._do, operation, tensors, settings, blocking)
         try:
             asked = operation.ask(self.backend, settings, *tensors)
             if settings.factor != 1.0:  # now that all has been checked
@@ -233,11 +234,9 @@ class CollectiveMethods:
         """Begin to send or receive; `where` is the peer's rank, if there is one, and the tag."""
         if tensors[0].device.type not in self._others.ours:
             return self._others.message(name, tensors, *where)
-        return self._own_message(name.removesuffix("_anysource"), tensors, *where)
-
-    @outside_inference_mode
-    def _own_message(self, name: str, tensors: Sequence[Tensor], *where: int) -> ProcessGroupWork:
-        *peer, tag = where
+        if torch.is_inference_mode_enabled():
+            return outside_inference_mode(self._message, name, tensors, *where)
+        name, (*peer, tag) = name.removesuffix("_anysource"), where
         begin: Any = self.backend.isend if name == "send" else self.backend.irecv
         try:
             tensor = only(tensors, self.backend, name)

@@ -28,7 +28,7 @@ from phalanx.transport.tcp.dial import await_name
 from phalanx.transport.tcp.heartbeat import check_heartbeat
 from phalanx.transport.tcp.rendezvous import Rendezvous
 from phalanx.transport.tcp.tls import Tls
-from phalanx.transport.tcp.transport import EACH_WITH_EACH, SPIN, TcpTransport
+from phalanx.transport.tcp.transport import EACH_WITH_EACH, TcpTransport
 from phalanx.wire.control import Address, Endpoint, parse_address
 from phalanx.wire.handshake import Identity
 
@@ -144,7 +144,7 @@ class MeshBackend(Backend):
         hosts = [address.host_id for address in addresses]
         self.topology = tuple(hosts.index(host) for host in hosts)
         if hosts.count(here) <= self.links.processors:
-            transport.spin, mesh.crowding = SPIN, Crowding()
+            mesh.crowding = Crowding()
         if self._all_attached(rendezvous.problems, fall_back=fall_back) and domain is not None:
             with self.engine.lock:
                 transport.share(domain)

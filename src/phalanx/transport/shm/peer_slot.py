@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from phalanx.transport.shm.directory import LocalPeer
-from phalanx.transport.shm.run_ahead import AHEAD
 from phalanx.transport.shm.segments import Segment
 from phalanx.wire.memory import tensor_at
 
 FLAG, STAGED, CLOSED, BROKEN, ENTRIES = 0, 8, 16, 24, 32  # words
 ENTRY = 8  # words of an entry
+AHEAD = 16  # entries
 ORDINARY = 1 << 32  # for a segment: ordinary memory, which is read by cross-memory attach
 GIVEN = tuple(ENTRIES + turn * ENTRY + 1 for turn in range(AHEAD))  # of each entry
 RESULT = tuple(ENTRIES + turn * ENTRY + 3 for turn in range(AHEAD))

@@ -27,8 +27,9 @@ from phalanx.wire.frame import Channel, Kind, pack_header
 from phalanx.wire.handshake import DialerHandshake, Refused
 
 if TYPE_CHECKING:
-    from phalanx.transport.tcp.connection import Connection, Mesh
+    from phalanx.transport.tcp.connection import Connection
     from phalanx.transport.tcp.flooding import Flooding
+    from phalanx.transport.tcp.mesh import Mesh
 
 log = logging.getLogger("phalanx")
 

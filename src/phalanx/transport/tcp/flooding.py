@@ -25,8 +25,9 @@ from weakref import WeakSet
 
 from phalanx.core.transport import Control
 from phalanx.transport.tcp.admission import Acceptor
-from phalanx.transport.tcp.connection import Connection, Mesh
+from phalanx.transport.tcp.connection import Connection
 from phalanx.transport.tcp.dial import LazyConnection
+from phalanx.transport.tcp.mesh import Mesh
 from phalanx.wire.control import (
     FailureNotice,
     GroupFailed,

@@ -36,7 +36,8 @@ from typing import TYPE_CHECKING
 from phalanx.wire.frame import Kind
 
 if TYPE_CHECKING:  # the launcher looks at processes, and does not wait for torch
-    from phalanx.transport.tcp.connection import Connection, Mesh
+    from phalanx.transport.tcp.connection import Connection
+    from phalanx.transport.tcp.mesh import Mesh
 
 VARIABLE = "PHALANX_HEARTBEAT"
 HEARTBEAT = 3.0  # seconds after which a peer that stops, or cannot be reached, is known, by default

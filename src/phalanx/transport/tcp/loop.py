@@ -62,13 +62,13 @@ class Reactor:
         seconds = min(seconds, LONGEST_SLEEP)
         if self._timers:
             seconds = min(seconds, self._timers[0][0] - monotonic())
-        select, seconds = self._selector.select, max(seconds, 0.0)
+        look, seconds = self._selector.select, max(seconds, 0.0)
         until, events = monotonic() + min(seconds, spin), None
         lock.release()
         try:
             while not events and monotonic() < until:
-                events = select(0.0)
-            events = events or select(seconds)
+                events = look(0.0)
+            events = events or look(seconds)
         finally:
             lock.acquire()
         if self._woken.fileno() < 0:  # it was closed meanwhile

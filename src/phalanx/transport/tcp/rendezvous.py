@@ -40,10 +40,10 @@ from phalanx.errors import (
 )
 from phalanx.transport.tcp.addresses import address_on_interface, listen_on, resolve
 from phalanx.transport.tcp.admission import Acceptor
-from phalanx.transport.tcp.connection import Mesh
 from phalanx.transport.tcp.dial import Dial
 from phalanx.transport.tcp.flooding import Flooding
 from phalanx.transport.tcp.heartbeat import host_id, process_id
+from phalanx.transport.tcp.mesh import Mesh
 from phalanx.wire.control import (
     Address,
     AllAttached,

@@ -22,9 +22,10 @@ from phalanx.core.posted import PostedSend, Wait
 from phalanx.core.steps import Step
 from phalanx.core.transport import Control, Transport
 from phalanx.core.work import Work
-from phalanx.transport.tcp.connection import MESSAGES, Mesh
+from phalanx.transport.tcp.connection import MESSAGES
 from phalanx.transport.tcp.flooding import Flooding
 from phalanx.transport.tcp.heartbeat import Heartbeat
+from phalanx.transport.tcp.mesh import Mesh
 from phalanx.transport.tcp.tls import Tls
 from phalanx.wire.control import encode
 from phalanx.wire.frame import Kind
@@ -39,7 +40,10 @@ if TYPE_CHECKING:
     from phalanx.transport.tcp.dial import LazyConnection
 
 GLANCE_EVERY = 0.01  # seconds between polls of the sockets while calls need none
-SPIN = 2e-4  # seconds that a waiting thread polls before it sleeps, where that pays
+# Seconds that a waiting thread polls before it sleeps: being woken takes longer than most small
+# messages. Only where no other rank needs its processor, and not while cores are short: the peer
+# may wait for this one. Steps in shared memory poll by themselves.
+SPIN = 2e-4
 SLICE = 0.02  # seconds in a library's wait before the sockets are polled again
 EACH_WITH_EACH = 16  # ranks that are all connected from the start; more are a wide mesh
 FIRST_LOOK, EXPIRY_CHECK = 0.05, 0.25  # seconds
@@ -54,9 +58,6 @@ class TcpTransport(Transport):
     domain         the memory that the ranks of this host share, if they do
     first_look     seconds that a work is waited for before its deadline is checked
     expiry_check   seconds between checks of the deadlines of works nobody waits for
-    spin           seconds that a thread polls before it sleeps: being woken takes longer than most
-                   small messages. Only where no other rank needs its processor, and not while
-                   cores are short: the peer may wait for this one
     """
 
     def __init__(
@@ -80,7 +81,6 @@ class TcpTransport(Transport):
         self.domain: HostMemory | None = None
         self.first_look = FIRST_LOOK
         self.expiry_check = EXPIRY_CHECK
-        self.spin = 0.0
         self.refused = self.mesh.refused
         self._connections = self.mesh.connections
         self._condition = threading.Condition(engine.lock)
@@ -95,7 +95,6 @@ class TcpTransport(Transport):
     def share(self, domain: HostMemory) -> None:
         """Give groups control blocks in the shared memory of this host, from now on."""
         self.domain = domain
-        self.spin = 0.0  # its steps do that
         self.reactor.watch(domain.wakeup, domain.on_wakeup)
         domain.begins_to_wait = self.watch
         self.mesh.shares = True
@@ -185,10 +184,9 @@ class TcpTransport(Transport):
                     self.glance(now())  # a look at all sockets would take longer than most steps
                     engine.run_ready()
                 elif self._driver is None:
-                    crowding, spin = self.mesh.crowding, self.spin
-                    if spin and crowding is not None and crowding.at(now()):
-                        spin = 0.0
-                    self.drive(lambda: until.over, now() + left, spin=spin)
+                    crowding, began = self.mesh.crowding, now()
+                    polls = self.domain is None and crowding is not None and not crowding.at(began)
+                    self.drive(lambda: until.over, began + left, spin=SPIN if polls else 0.0)
                 else:
                     self._condition.wait(min(left, LONGEST_WAIT))
                 if not until.over:
