@@ -42,7 +42,7 @@ from phalanx.parallel.gradient_parts import GradientPart, mark_part
 from phalanx.parallel.guards import AVERAGING, UNANSWERED, DriftCheck, FiniteCheck, explain, refuse
 from phalanx.parallel.joined_step import InStep
 from phalanx.parallel.owners import OwnedGradients
-from phalanx.parallel.uneven import OPEN_STEPS, Join, JoinPhase, check_no_step
+from phalanx.parallel.uneven import OPEN_STEP, Join, JoinPhase, check_no_step
 from phalanx.parallel.wrapper import WrapperHook
 from phalanx.torch_internals import (
     accumulates_everywhere,
@@ -234,7 +234,7 @@ class Reducer:
             self._follow_freezing()
             if self.join is not None:
                 self.join.exchange(phase, count=int(bool(self._owned.earlier)))
-            elif OPEN_STEPS:
+            elif OPEN_STEP in self._backend.kept:
                 check_no_step("DDP", self._backend)
 
     def _follow_freezing(self) -> None:
