@@ -248,7 +248,6 @@ PARTS: Mapping[str, Part] = MappingProxyType(
             readme=partial(collectives, sizes=SIZES_OF_README, ranks=[2]),
             picture=ROOT / "docs" / "images" / "all_reduce.png",
         ),
-        "small_call": Part(["phalanx run -n 2 benchmarks/small_call.py"], printed),
         "mpi": Part(
             [f"mpirun -n 2 {OTHERS} all_reduce --backends shm,mpi --rounds 15 {JSON}"],
             collectives,

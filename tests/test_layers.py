@@ -56,7 +56,7 @@ BUDGETS = {  # of each package: lines, files
     "compression": (1_770, 7),
     "core": (5_577, 21),
     "elastic": (255, 2),
-    "fsdp": (2_746, 10),
+    "fsdp": (2_875, 10),
     "launch": (4_332, 21),
     "native": (2_305, 8),
     "ops": (730, 3),  # without its packages
@@ -65,7 +65,7 @@ BUDGETS = {  # of each package: lines, files
     "ops.interop": (925, 4),
     "ops.observe": (3_973, 19),
     "optim": (410, 3),
-    "parallel": (5_034, 23),
+    "parallel": (5_140, 23),
     "pipeline": (2_102, 8),
     "tensor": (1_700, 9),
     "torch_backend": (1_860, 9),

@@ -91,6 +91,11 @@ class AveragingWrapper(Wrapper):
     def end_join(self, join: Join) -> None:
         """Make what ranks without a batch have missed alike."""
 
+    def _check_regroupable(self) -> None:
+        super()._check_regroupable()
+        if self.passes.join is not None or not self.passes.synchronize:
+            self._refuse("regrouped() inside join(), step() or no_sync(): leave it first")
+
     def step(self, weight: float | Tensor, *, micro_batches: int = 1) -> JoinedStep:
         """Return a context for one step of a joined batch: all ranks' micro-batches of it together.
 

@@ -43,7 +43,7 @@ from phalanx.parallel.guards import AVERAGING, UNANSWERED, DriftCheck, FiniteChe
 from phalanx.parallel.joined_step import InStep
 from phalanx.parallel.owners import OwnedGradients
 from phalanx.parallel.uneven import OPEN_STEP, Join, JoinPhase, check_no_step
-from phalanx.parallel.wrapper import WrapperHook
+from phalanx.parallel.wrapper import WrapperHook, remove_hooks
 from phalanx.torch_internals import (
     accumulates_everywhere,
     at_end_of_backward,
@@ -91,6 +91,9 @@ class Reducer:
         self._progress = backend.progress
         self._owned = OwnedGradients({}, backend.rank)
         self._names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
+        self._handles: list[Any] = []
+        weakref.finalize(self, remove_hooks, self._handles)  # so that others may wrap the module
+        self._closed = False
         self._without_hook = set(self._names)
         self._unsynchronized: set[Tensor] = set()  # have gradients that were never averaged
         self._callback_queued = False
@@ -115,7 +118,7 @@ class Reducer:
         hook = WrapperHook(Reducer._gradient_ready, weakref.ref(self))  # keeps no reducer alive
         for parameter in [p for p in self._without_hook if p.requires_grad]:
             handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            weakref.finalize(self, handle.remove)  # so that the module may be wrapped again
+            self._handles.append(handle)
             self._without_hook.remove(parameter)
 
     def _make_buckets(self) -> None:
@@ -153,6 +156,16 @@ class Reducer:
             if owner != self._backend.rank and parameter not in self._unsynchronized:
                 parameter.grad = None
         self._make_buckets()
+
+    def close(self) -> None:
+        """Leave the parameters to another reducer, whatever pass is under way: wait for nothing,
+        and keep no memory, though a graph keeps this one. A pass through that is refused.
+        """
+        remove_hooks(self._handles)
+        self._closed, self._callback_queued = True, False
+        self._started.clear()
+        self._buckets.clear()
+        self._bucket_of.clear()
 
     # Forward passes -------------------------------------------------------------------------
 
@@ -224,6 +237,10 @@ class Reducer:
         return tuple(g if g is None else torch.where(g.isfinite(), g, 0) for g in grads)
 
     def _begin_pass(self, phase: JoinPhase) -> None:
+        if self._closed:
+            self._refuse(
+                "a backward pass through outputs from before regrouped(): run forward again"
+            )
         if phase is JoinPhase.BACKWARD:
             self._callback_queued = True
             at_end_of_backward(self._finish_pass)
