@@ -64,7 +64,7 @@ BUDGETS = {  # of each package: lines, files
     "ops.clusters": (870, 5),
     "ops.interop": (925, 4),
     "ops.observe": (3_973, 19),
-    "optim": (410, 3),
+    "optim": (428, 3),
     "parallel": (5_140, 23),
     "pipeline": (2_102, 8),
     "tensor": (1_700, 9),

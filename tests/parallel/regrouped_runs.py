@@ -24,6 +24,7 @@ from phalanx import (
     LocalSGD,
     PowerSGD,
     Quantized,
+    ShardedOptimizer,
     ShardingStrategy,
     SimulatedBackend,
     TopK,
@@ -52,11 +53,23 @@ class Net(nn.Module):
         return self.head(hidden + self.frozen)
 
 
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def sharded(model: nn.Module) -> torch.optim.Optimizer:
+    return ShardedOptimizer(torch.optim.AdamW, model, lr=0.05)
+
+
 class Way(NamedTuple):
     """A wrapper with its options, the model in it, and how steps are taken, on which ranks."""
 
     wrap: Callable[[nn.Module, Backend], Any]
-    optimizer: Callable[[Any], torch.optim.Optimizer] = partial(torch.optim.AdamW, lr=0.05)
+    optimizer: Callable[[Any], torch.optim.Optimizer] = adamw
     make: Callable[[], nn.Module] = Net
     step: Callable[[Rank, int], None] | None = None
     cluster: Cluster = COOPERATIVE
@@ -75,11 +88,13 @@ class Rank(NamedTuple):
         """One on this backend, or by itself."""
         backend = ReplaceableBackend(inner or SimulatedBackend.create_group(1)[0])
         model = way.wrap(seeded(way.make), backend)
-        return cls(way, backend, model, way.optimizer(model.parameters()))
+        return cls(way, backend, model, way.optimizer(model))
 
     def enter(self, inner: Backend) -> Rank:
         self.backend.enter(inner)
         self.model.regrouped()
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.regrouped()
         return self
 
     def step(self, number: int) -> None:
@@ -177,7 +192,7 @@ def synchronized(model: nn.Module, backend: Backend) -> DDP:
 TOP = ErrorFeedback(TopK(0.2))
 COARSE = ErrorFeedback(Quantized(bits=4))
 HYBRID = ShardingStrategy.hybrid(2)
-SPARSE = Way(DDP, partial(torch.optim.SGD, lr=0.1), partial(Net, tied=False))
+SPARSE = Way(DDP, sgd, partial(Net, tied=False))
 
 WAYS = {
     "ddp": ddp(bucket_size=64),
@@ -189,7 +204,9 @@ WAYS = {
     "ddp-quantized": ddp(compression=COARSE),
     "ddp-power-sgd": ddp(compression=ErrorFeedback(PowerSGD(2))),
     "ddp-joined-steps": Way(DDP, step=take_joined_step),
+    "ddp-sharded-optimizer": Way(DDP, sharded),
     "full-shard": fsdp(),
+    "full-shard-sharded-optimizer": Way(FSDP, sharded),
     "full-shard-linears": fsdp(unit=nn.Linear, prefetch=2),
     "full-shard-bfloat16": fsdp(mixed_precision=torch.bfloat16),
     "full-shard-top-k": fsdp(compression=TOP),
@@ -200,6 +217,7 @@ WAYS = {
     "no-shard": fsdp("no_shard"),
     "no-shard-top-k": fsdp("no_shard", compression=TOP),
     "hybrid": fsdp(HYBRID),
+    "hybrid-sharded-optimizer": fsdp(HYBRID)._replace(optimizer=sharded),
     "hybrid-top-k": fsdp(HYBRID, compression=TOP),
     "local-sgd": Way(partial(LocalSGD, every=2, start_after=1)),
     "local-sgd-top-k": Way(partial(LocalSGD, every=2, compression=TopK(0.2))),

@@ -154,6 +154,20 @@ def test_a_part_that_is_the_same_as_before_stays_where_it_is(name: str) -> None:
     WAYS[name].cluster.run(go_on, 2)
 
 
+@pytest.mark.parametrize("name", ["ddp-top-k", "full-shard-top-k", "local-sgd-top-k"])
+def test_own_state_begins_anew(name: str) -> None:
+    """Though no state is loaded, as from before the first step."""
+
+    def train(inner: Backend) -> Rank:
+        rank = Rank.new(WAYS[name], inner)
+        rank.step(0)
+        return rank
+
+    rank = simulate(train, 2)[1]
+    rank.enter(alone())
+    assert_equal(rank.model.own_state(), Rank.new(WAYS[name]).model.own_state())
+
+
 @every_kind
 def test_hooks_do_not_become_more(way: Way) -> None:
     def count(rank: Rank) -> list[int]:
@@ -189,6 +203,22 @@ def test_a_hybrid_waits_alone_for_its_group() -> None:
     assert rank.model.slices() == before
 
 
+@pytest.mark.parametrize("kind", [DDP, FSDP])
+def test_a_sharded_optimizer_is_regrouped_after_its_model(kind: Any) -> None:
+    backend = ReplaceableBackend(alone())
+    model = kind(mlp(), backend)
+    optimizer = ShardedOptimizer(torch.optim.SGD, model, lr=0.1)
+    optimizer.param_groups[0]["lr"] = 0.3
+    backend.enter(alone())
+    model.regrouped()
+    with pytest.raises(MisuseError, match=r"regrouped\(\) of this one"):
+        optimizer.step()
+    optimizer.regrouped()
+    optimizer.step()
+    assert optimizer.inner is not None
+    assert optimizer.inner.param_groups[0]["lr"] == 0.3
+
+
 # What is refused ----------------------------------------------------------------------------------
 
 
@@ -209,18 +239,11 @@ def without_values(backend: Backend) -> Any:
     return LocalSGD(nn.Linear(2, 2, device="meta"), backend, every=2)
 
 
-def dealt(backend: Backend) -> Any:
-    model = DDP(mlp(), backend)
-    ShardedOptimizer(torch.optim.SGD, model, lr=0.1)
-    return model
-
-
 REFUSED = {
     piped: "each of its ranks has other layers",
     cut: "it has a ColumnParallelLinear",
     on_a_mesh: "its backend is some ranks of another one",
     without_values: "meta device",
-    dealt: "a ShardedOptimizer",
 }
 
 

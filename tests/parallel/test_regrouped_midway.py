@@ -52,6 +52,7 @@ OF_EACH_KIND = ["ddp-top-k", "full-shard", "full-shard-messages", "shard-grad-op
 CASES = [
     *((name, in_backward) for name in WAYS),
     *((name, moment) for name in OF_EACH_KIND for moment in MOMENTS if moment is not in_backward),
+    ("full-shard-sharded-optimizer", after_the_step),
     ("local-sgd-top-k", after_the_step),
     ("diloco-quantized", after_the_step),
 ]

@@ -112,15 +112,17 @@ class Wrapper(nn.Module):
 
         Then it is as a new wrapper of the same modules and `Parameter`s, whose passes and counters
         begin anew, without gradients, and without state of compressors. It compares nothing, for
-        all ranks have the same model. Parameters and buffers keep their values, and so does an
-        outer optimizer; `own_state` is to be loaded. Nothing is sent, and nobody waits, least of
-        all for the old group. A backward pass through outputs from before is a `MisuseError`.
+        all ranks have the same model. Parameters, buffers and an outer optimizer keep their values;
+        `own_state` is to be loaded, and a `ShardedOptimizer` is `regrouped` next. Nothing is sent,
+        and nobody waits, least of all for the old group. A backward pass through outputs from
+        before is a `MisuseError`.
 
         Raises `UnsupportedOperationError`, with nothing changed, for `Pipeline`, parallel layers,
         another wrapper inside, layers or a wrapper on some of a backend's ranks, as on a mesh, and
         the meta device; `MisuseError` in a context of this wrapper, such as `no_sync`.
         """
         self._check_regroupable()
+        self.owners = type(self).owners
         if self.compression is not None:
             self.compression.load_state_dict({})
         for parameter in self.parameters():
@@ -140,8 +142,6 @@ class Wrapper(nn.Module):
             )
         elif any(tensor.is_meta for tensor in (*self.parameters(), *self.buffers())):
             problem = "it has tensors on the meta device"
-        elif self.owners:
-            problem = "a ShardedOptimizer has dealt its parameters to ranks"
         elif cut:
             problem = f"it has a {type(cut[0]).__name__}, whose ranks are not to change"
         if problem:
