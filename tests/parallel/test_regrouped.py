@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoint_runs import MEMORY
 from ddp_models import mlp
+from forms import sizes
 from local_runs import plain_sgd
 from regrouped_runs import HYBRID, WAYS, Rank, Way, assert_equal, first_group
 from torch import nn
@@ -36,9 +37,9 @@ from phalanx import (
 from phalanx.core.replaceable import ReplaceableBackend
 from phalanx.torch_internals import post_accumulate_hooks
 
-CHAIN = [[2, 0], [None, 0, 1, None], [3, 1, 0, 2], [2]]
+CHAIN = [[2, 0], [None, 0, 1, None], *sizes([], [[3, 1, 0, 2], [2]])]
 """Of 3 ranks the last and the first are left; two come; all change places; one is left."""
-CHAIN_OF_PAIRS = [[3, 0], [None, 0, 1, None], [3, 1, 0, 2], [2, 1]]
+CHAIN_OF_PAIRS = [[3, 0], [None, 0, 1, None], *sizes([], [[3, 1, 0, 2], [2, 1]])]
 KINDS = {name: WAYS[name] for name in ("ddp", "full-shard", "local-sgd", "diloco")}
 every_kind = pytest.mark.parametrize("way", KINDS.values(), ids=KINDS)
 

@@ -114,8 +114,8 @@ class Wrapper(nn.Module):
         begin anew, without gradients, and without state of compressors. It compares nothing, for
         all ranks have the same model. Parameters, buffers and an outer optimizer keep their values;
         `own_state` is to be loaded, and a `ShardedOptimizer` is `regrouped` next. Nothing is sent,
-        and nobody waits, least of all for the old group. A backward pass through outputs from
-        before is a `MisuseError`.
+        and nobody waits, least of all for the old group. A backward pass through outputs of DDP and
+        FSDP from before is a `MisuseError`.
 
         Raises `UnsupportedOperationError`, with nothing changed, for `Pipeline`, parallel layers,
         another wrapper inside, layers or a wrapper on some of a backend's ranks, as on a mesh, and
