@@ -112,6 +112,7 @@ class Rank(NamedTuple):
         """All that this rank has, by name; copies."""
         state: dict[str, Any] = {
             "slices": self.model.slices(),
+            "bytes_sent": self.model.bytes_sent,
             "own": {key: value.clone() for key, value in self.model.own_state().items()},
             "buffers": {name: b.clone() for name, b in self.model.module.named_buffers()},
         }
