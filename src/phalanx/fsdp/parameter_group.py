@@ -180,7 +180,6 @@ class ParameterGroup:
         self.state.on_backward = None
         self.waiting.clear()
         self.calls.clear()
-        self.missing.clear()
         for flat in self.flats:
             flat.close()
 
