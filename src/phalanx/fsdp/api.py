@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from phalanx.compression import Compressor
 from phalanx.core.backend import Backend
 from phalanx.errors import SizeMismatchError, UnsupportedOperationError
-from phalanx.fsdp.build import Initialize, UnitRule, build
+from phalanx.fsdp.build import Initialize, UnitRule, build, rebuild
 from phalanx.fsdp.gradients import call_post_accumulate_hooks
 from phalanx.fsdp.runtime import FsdpRuntime
 from phalanx.fsdp.strategy import MixedPrecision, ShardingStrategy, precision_of, strategy_of
@@ -29,7 +29,7 @@ from phalanx.parallel.compressor_state import with_versions, without_own
 from phalanx.parallel.guards import every_rank_does
 from phalanx.parallel.joined_step import AveragingWrapper
 from phalanx.parallel.uneven import JoinPhase
-from phalanx.parallel.wrapper import Slice, claim, owner_of, release
+from phalanx.parallel.wrapper import Slice, claim, owner_of, release, remove_hooks
 from phalanx.torch_internals import disable_dynamo
 
 if TYPE_CHECKING:
@@ -171,12 +171,39 @@ class FSDP(AveragingWrapper):
             initialize=initialize,
             compressor=self.compression,
         )
-        if self._runtime.compression is not None:
-            self._sharding = self._runtime.compression.cut(self._runtime.flats)
         for parameter in module.parameters():
             claim(parameter, self)
-        self._handles = self._runtime.hook()
-        weakref.finalize(self, _remove, self._handles)  # a list, which does not keep this alive
+        self._handles: list[Any] = []
+        weakref.finalize(self, remove_hooks, self._handles)  # a list, which does not keep this
+        self.attach()
+
+    def attach(self) -> None:
+        """Let the runtime notice passes from now on."""
+        if self._runtime.compression is not None:
+            self._sharding = self._runtime.compression.cut(self._runtime.flats)
+        self._handles += self._runtime.hook()
+
+    def regrouped(self) -> None:
+        """Cut the parameters anew, in place, for the ranks that `backend` has now.
+
+        As of any `Wrapper`, but for values: a `Parameter` is in new memory, of any contents until
+        it is written, as by `load_checkpoint`; or it stays where it is, as the same part. In both
+        cases what `p.detach()` gave before has the old shard until then, and `slices()` gave its
+        place. Ranks that have full parameters in common make that memory together: they send
+        small messages, and block. If that fails, call it again, with the next group.
+        `InvalidWorldSizeError`, with nothing changed, if the strategy does not fit the ranks.
+        """
+        self.strategy.ranks_per_copy(self.backend.world_size)
+        super().regrouped()
+        remove_hooks(self._handles)
+        self._runtime.close()
+        self._runtime = rebuild(self._runtime, self.module)
+        self.attach()
+
+    def _check_regroupable(self) -> None:
+        super()._check_regroupable()
+        if self._summoned or self._unwrapped:
+            self._refuse("regrouped() inside summon_full_params(), or after unwrap()")
 
     # As a module ----------------------------------------------------------------------------
 
@@ -499,7 +526,7 @@ class FSDP(AveragingWrapper):
         shards = self._runtime.plan.shards
         if shards is not None:
             shards.barrier(label="FSDP: unwrap()")  # nobody reads the memory any more
-        _remove(self._handles)
+        remove_hooks(self._handles)
         self._unwrapped = True
         for parameter, value in values.items():
             parameter.grad = None
@@ -519,7 +546,7 @@ class FSDP(AveragingWrapper):
             for parameter, shape in zip(flat.parameters, flat.layout.shapes, strict=True):
                 whole = torch.empty(shape, dtype=parameter.dtype, device="meta")
                 memo[id(parameter)] = nn.Parameter(whole, parameter.requires_grad)
-        _remove(self._handles)  # which know this FSDP
+        remove_hooks(self._handles)  # which know this FSDP
         try:
             module = deepcopy(self.module, memo)
         finally:
@@ -542,8 +569,3 @@ class FSDP(AveragingWrapper):
             buffer.copy_(own)
         copy.update_shards(torch.cat([p.detach().flatten() for p in self.parameters()]))
         return copy
-
-
-def _remove(handles: list[Any]) -> None:
-    while handles:
-        handles.pop().remove()

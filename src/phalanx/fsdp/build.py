@@ -10,6 +10,7 @@ from torch import nn
 
 from phalanx.compression import Compressor
 from phalanx.core.backend import Backend
+from phalanx.core.replaceable import ReplaceableBackend
 from phalanx.errors import MisuseError
 from phalanx.fsdp.flat_param import ShardingPlan, trim_heap
 from phalanx.fsdp.gradients import CompressedReduction
@@ -39,7 +40,8 @@ def build(
     compressor: Compressor | None,
 ) -> FsdpRuntime:
     """Cut a model over the ranks. Every rank calls this; nothing is changed if ranks disagree."""
-    strategy.ranks_per_copy(backend.world_size)
+    if backend.world_size > 1 or not isinstance(backend, ReplaceableBackend):  # it has yet to enter
+        strategy.ranks_per_copy(backend.world_size)
     cuts = cut(model, rule)
     options = {
         "strategy": strategy,
@@ -54,12 +56,30 @@ def build(
     made: dict[str, ParameterGroup] = {}
     for name in _with_values(model, cuts, initialize, backend.rank):
         module = model.get_submodule(name)
-        made[name] = group = ParameterGroup(name, module, cuts, plan, compression)
+        made[name] = group = ParameterGroup.of(name, module, cuts, plan, compression)
         for flat in group.flats:
             flat.adopt()
     trim_heap()  # the values that the model was built with are gone
     broadcast_all_([*model.buffers()], backend, 0, label="FSDP's buffers")
     return FsdpRuntime(model, [made[name] for name in cuts], plan, compression, prefetch)
+
+
+def rebuild(runtime: FsdpRuntime, model: nn.Module) -> FsdpRuntime:
+    """Cut its model, which is in shards, over the ranks that its backend has now.
+
+    Parameters are other shards then, with any contents; if an error is raised, perhaps not yet.
+    """
+    old = runtime.plan
+    plan = ShardingPlan.of(old.world, old.strategy, old.precision)
+    compression = None
+    if runtime.compression is not None:
+        compression = CompressedReduction(runtime.compression.compressor, plan)
+    names = [group.name for group in runtime.groups]
+    groups = [group.regrouped(names, plan, compression) for group in runtime.groups]
+    for group in groups:
+        for flat in group.flats:
+            flat.move_in()
+    return FsdpRuntime(model, groups, plan, compression, runtime.prefetch)
 
 
 # How a model is cut into groups -----------------------------------------------------------------

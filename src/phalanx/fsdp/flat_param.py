@@ -63,7 +63,7 @@ class ShardingPlan(NamedTuple):
     ) -> ShardingPlan:
         """Return this rank's plan. Every rank calls this. `InvalidWorldSizeError` if none fits."""
         world = backend.world_size
-        count = strategy.ranks_per_copy(world)
+        count = strategy.ranks_per_copy(world) if world > 1 else 1
         copy, index = divmod(backend.rank, count)
         shards = replicas = None
         if count == world:
@@ -207,19 +207,24 @@ class FlatParameter:
     homes        the unsharded parameters' places in the unsharded memory
     """
 
+    layout: FlatLayout
+
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
         label: str,
         state: UnshardState,
         plan: ShardingPlan,
+        old: FlatParameter | None = None,
     ) -> None:
+        """`old` has the parameters now, if they are shards already: of other ranks, perhaps."""
         self.plan = plan
         self.label = label
         self.names = list(parameters)
         self.parameters = list(parameters.values())
         self.dtype, self.device = self.parameters[0].dtype, self.parameters[0].device
-        self.layout = FlatLayout([tuple(p.shape) for p in self.parameters], plan.shards_per_copy)
+        shapes = [tuple(p.shape) for p in self.parameters] if old is None else old.layout.shapes
+        self.layout = FlatLayout(shapes, plan.shards_per_copy)
         self.compute_dtype = self.dtype
         if plan.precision is not None and self.dtype.is_floating_point:
             self.compute_dtype = plan.precision.compute_dtype
@@ -236,6 +241,9 @@ class FlatParameter:
             if self.apart
             else self._own(self.unsharded)
         )
+        if old is not None and self._is_in_place(old):
+            self.shard = old.shard
+            self.unsharded = self.unsharded if self.apart else old.unsharded
         self.current = False
         self._pending: PendingCollective[Tensor] | None = None
         # As .data: writes to it do not count as a change of tensors that autograd saved.
@@ -271,6 +279,18 @@ class FlatParameter:
 
     # Values of shards -----------------------------------------------------------------------
 
+    def regrouped(self, state: UnshardState, plan: ShardingPlan) -> FlatParameter:
+        """Return one of the same parameters, for other ranks. `move_in` makes them its shards."""
+        plan = plan if self.plan.precision is not None else plan._replace(precision=None)
+        parameters = dict(zip(self.names, self.parameters, strict=True))
+        return FlatParameter(parameters, self.label, state, plan, self)
+
+    def _is_in_place(self, old: FlatParameter) -> bool:
+        """Return whether its shard is this one, in memory that nobody else reads or writes."""
+        places = {(p.shards_per_copy, p.shard_index) for p in (self.plan, old.plan)}
+        alone = self.apart or self.plan.shards is None
+        return len(places) == 1 and self.apart is old.apart and alone
+
     def adopt(self) -> None:
         """Make the Parameters views of the shard, with this rank's part of rank 0's values, whole
         before. Moves these once.
@@ -283,6 +303,10 @@ class FlatParameter:
             label = f"FSDP takes rank 0's values of {', '.join(self.names)}"
             broadcast_(full, self.plan.world, label=label)
         self.write(full)
+        self.move_in()
+
+    def move_in(self) -> None:
+        """Make the Parameters views of the shard, as it is."""
         for parameter, part in zip(self.parameters, self.split_shard(self.shard), strict=True):
             parameter.data = part
 
@@ -331,6 +355,14 @@ class FlatParameter:
         if self._releases:
             self.plan.pool.detach(self.unsharded)
             self.current = False
+
+    def close(self) -> None:
+        """Free the unsharded memory, whoever refers to it, such as a graph; not if the shard is a
+        part of it, or others write it: then it goes with the last who refers to it.
+        """
+        written = self.common or (self._pending is not None and not self._pending.over)
+        if self.apart and not written:
+            self.unsharded.untyped_storage().resize_(0)
 
     def convert(self) -> None:
         """Write this rank's part of unsharded memory that stays. Nobody may be reading it."""

@@ -259,12 +259,16 @@ class FlatGradient:
 
     def abandon(self) -> None:
         """Drop everything: the pass has failed. Waits for reductions under way."""
+        scattering, averaging = self._scattering, self._averaging
+        self.drop()
+        for wait in [*([scattering[0]] if scattering is not None else []), *averaging]:
+            wait()
+
+    def drop(self) -> None:
+        """Drop everything, and wait for nothing: what is under way is of a group that is over."""
         self.drop_accumulated()
         self._clear()
-        scattering, self._scattering = self._scattering, None
-        if scattering is not None:
-            scattering[0]()
-        self._finish_averaging()
+        self._scattering, self._averaging = None, []
 
 
 @torch.no_grad()

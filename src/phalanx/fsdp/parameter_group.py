@@ -24,7 +24,7 @@ parameters. Of every field that changes, brackets name the methods that write it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from weakref import WeakKeyDictionary
@@ -122,31 +122,66 @@ class ParameterGroup:
         self,
         name: str,
         module: nn.Module,
+        names: Collection[str],
+        flats: Sequence[FlatParameter],
+        state: UnshardState,
+        compression: CompressedReduction | None,
+        rank: int,
+    ) -> None:
+        """`names` are those of all groups."""
+        self.name = name
+        self.title = state.group
+        self.module = module
+        self.state = state
+        self.flats = flats
+        self.gradients = [FlatGradient(flat, compression) for flat in flats]
+        self.surrounds = any(map(self.is_around, names))
+        self._rank = rank
+        self.phase = IDLE
+        self.waiting: WeakKeyDictionary[ForwardCall, bool] = WeakKeyDictionary()
+        self.calls: dict[ForwardCall, set[int]] = {}
+        self.missing: set[tuple[FlatGradient, int]] = set()
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        module: nn.Module,
         cuts: Mapping[str, Mapping[str, nn.Parameter]],
         plan: ShardingPlan,
         compression: CompressedReduction | None,
-    ) -> None:
-        self.name = name
-        self.title = name or "the model itself"
-        self.module = module
-        self.state = UnshardState(self.title)
+    ) -> ParameterGroup:
+        """Return the group of this name, with its parameters, whole before, as flat ones."""
+        state = UnshardState(name or "the model itself")
         plans = plan, plan._replace(precision=None)
         norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         exact = {p for norm in norms for p in norm.parameters() if plan.precision is not None}
         alike: dict[tuple[torch.dtype, torch.device, bool, bool], dict[str, nn.Parameter]] = {}
         for of, p in cuts[name].items():
             alike.setdefault((p.dtype, p.device, p.requires_grad, p in exact), {})[of] = p
-        self.flats = [
-            FlatParameter(some, f"{self.title}, {number}", self.state, plans[of_norms])
+        flats = [
+            FlatParameter(some, f"{state.group}, {number}", state, plans[of_norms])
             for number, ((*_, of_norms), some) in enumerate(alike.items())
         ]
-        self.gradients = [FlatGradient(flat, compression) for flat in self.flats]
-        self.surrounds = any(map(self.is_around, cuts))
-        self._rank = plan.world.rank
-        self.phase = IDLE
-        self.waiting: WeakKeyDictionary[ForwardCall, bool] = WeakKeyDictionary()
-        self.calls: dict[ForwardCall, set[int]] = {}
-        self.missing: set[tuple[FlatGradient, int]] = set()
+        return cls(name, module, cuts, flats, state, compression, plan.world.rank)
+
+    def regrouped(
+        self, names: Collection[str], plan: ShardingPlan, compression: CompressedReduction | None
+    ) -> ParameterGroup:
+        """Return a group of the same parameters, for other ranks."""
+        state = UnshardState(self.title)
+        flats = [flat.regrouped(state, plan) for flat in self.flats]
+        rank = plan.world.rank
+        return ParameterGroup(self.name, self.module, names, flats, state, compression, rank)
+
+    def close(self) -> None:
+        """Forget a pass, and free unsharded memory. Full parameters are of no use any more."""
+        self.state.after("reshard")
+        self.state.on_backward = None
+        self.waiting.clear()
+        self.calls.clear()
+        for flat in self.flats:
+            flat.close()
 
     def is_around(self, name: str) -> bool:
         """Return whether the group of this name is inside this one."""

@@ -129,6 +129,20 @@ class FsdpRuntime:
                         view.requires_grad_(gradient.flat.parameters[number].requires_grad)
         return handles
 
+    def close(self) -> None:
+        """Leave the model, with shards in it, whatever pass is under way; wait for nothing.
+
+        A backward pass through what was computed before is refused, as after a write.
+        """
+        self.write_epoch.number += 1
+        for holder in ("forward", "backward"):
+            self.swap.swap_out(holder)
+        self.forward_pass, self.backward_pass, self.under_way = ForwardPass(), None, ()
+        for gradient in self.gradients:
+            gradient.drop()
+        for group in self.groups:
+            group.close()
+
     # A forward pass -------------------------------------------------------------------------
 
     @disable_dynamo()  # torch.compile traces what a module computes between this and the next
@@ -334,7 +348,7 @@ class FsdpRuntime:
                 "FSDP",
                 self._rank,
                 f"backward through {group.title}, whose parameters were written after its forward "
-                "pass (an optimizer's step, load_state_dict): run forward again",
+                "pass (an optimizer's step, load_state_dict, regrouped()): run forward again",
             )
         backward = self.backward_pass or self._begin_backward()
         backward.makes_graph = torch.is_grad_enabled()

@@ -138,11 +138,32 @@ class ShardedOptimizer(Optimizer):
         with self._whole("ShardedOptimizer's parameters", set(parameters), steps=False):
             parts = [self._part(group) for group in groups]
             if self.inner is None:
-                self.inner = self._factory(parts, **self._options)
-                self.inner.owner_key = self.owner_key  # type: ignore[attr-defined]
-                self.defaults, self.state = self.inner.defaults, self.inner.state
+                self._make_inner(parts)
             else:
                 self.inner.add_param_group(*parts)
+
+    def regrouped(self) -> None:
+        """Deal all parameters anew, after `regrouped` of the model; every rank calls it.
+
+        Options stay as they are. State is to be loaded: `state` and `inner` are new. Sends nothing.
+        """
+        self._backend, self._slices = self._model.all_slices()
+        self._owners, self._load = {}, [0] * self._backend.world_size
+        self.owned, self._trained, self._steps = set(), set(), 0
+        self._deal([parameter for group in self.param_groups for parameter in group["params"]])
+        shards = {parameter: parameter.data for parameter in self.owned}
+        for parameter in shards:  # the factory sees shapes; there are no values yet
+            parameter.data = parameter.data.new_empty(()).expand(self._shape(parameter))
+        try:
+            self._make_inner([self._part(group) for group in self.param_groups])
+        finally:
+            for parameter, shard in shards.items():
+                parameter.data = shard
+
+    def _make_inner(self, parts: list[Options]) -> None:
+        self.inner = self._factory(parts, **self._options)
+        self.inner.owner_key = self.owner_key  # type: ignore[attr-defined]
+        self.defaults, self.state = self.inner.defaults, self.inner.state
 
     def _try(self, groups: Sequence[Options]) -> Optimizer:
         """Return an optimizer of stand-ins for all parameters: each rank has the same errors."""
@@ -196,6 +217,8 @@ class ShardedOptimizer(Optimizer):
         Returns the closure's result. Blocks; every rank calls it.
         """
         assert self.inner is not None
+        if not self._model.owners.keys() >= self._owners.keys():
+            self._refuse("a step after regrouped() of the model: call regrouped() of this one, too")
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -274,6 +274,11 @@ class GradientAveraging(RequestExecutor):
         self._feedback = feedback
         self._member = Member(backend.rank, backend.world_size)
 
+    def regrouped(self) -> None:
+        """Average over the ranks that the backend has now, and count bytes anew."""
+        self.bytes_sent = 0
+        self._member = Member(self._backend.rank, self._backend.world_size)
+
     @property
     def in_pieces(self) -> bool:
         """True if this rank's own slice of a bucket is read from autograd's memory."""

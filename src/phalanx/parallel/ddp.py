@@ -166,6 +166,11 @@ class DDP(AveragingWrapper):
             drift=DriftCheck(module.named_parameters, backend, every) if every else None,
         )
 
+    def regrouped(self) -> None:
+        super().regrouped()
+        self._reducer.close()
+        self.attach()
+
     # As a module ----------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -29,7 +29,7 @@ from phalanx.errors import DistributedError, MisuseError
 from phalanx.parallel.averaging import RowGradient
 from phalanx.parallel.guards import refuse
 from phalanx.parallel.uneven import (
-    OPEN_STEPS,
+    OPEN_STEP,
     Join,
     JoinPhase,
     NothingCounts,
@@ -90,6 +90,11 @@ class AveragingWrapper(Wrapper):
 
     def end_join(self, join: Join) -> None:
         """Make what ranks without a batch have missed alike."""
+
+    def _check_regroupable(self) -> None:
+        super()._check_regroupable()
+        if self.passes.join is not None or not self.passes.synchronize:
+            self._refuse("regrouped() inside join(), step() or no_sync(): leave it first")
 
     def step(self, weight: float | Tensor, *, micro_batches: int = 1) -> JoinedStep:
         """Return a context for one step of a joined batch: all ranks' micro-batches of it together.
@@ -300,7 +305,7 @@ class JoinedStep(MicroBatches):
 
     def __enter__(self) -> Self:
         agreed = self._all[0].passes.join if self._all else None
-        if self._backend in OPEN_STEPS:
+        if OPEN_STEP in self._backend.kept:
             self._fail("step() inside step()")
         problem, weight, count = None, nan, 0
         try:
@@ -349,7 +354,7 @@ class JoinedStep(MicroBatches):
         if not weight and count:  # no NaN of this rank may reach the others
             leaves: list[Any] = [leaf for each in self._all for leaf in each.leaves]
             self._hooks = [p.register_hook(torch.zeros_like) for p in leaves if p.requires_grad]
-        OPEN_STEPS[self._backend] = self
+        self._backend.kept[OPEN_STEP] = self
         self._synchronize()
 
     def agree(self) -> None:
@@ -450,7 +455,7 @@ class JoinedStep(MicroBatches):
         """Average what no micro-batch has: here nothing is left."""
 
     def _close(self) -> None:
-        OPEN_STEPS.pop(self._backend, None)
+        self._backend.kept.pop(OPEN_STEP, None)
         for hook in self._hooks:
             hook.remove()
         for each, before in zip(self._passes, self._before, strict=True):

@@ -40,8 +40,8 @@ from phalanx.parallel.gradient_parts import GradientPart, mark_part
 from phalanx.parallel.guards import AVERAGING, UNANSWERED, DriftCheck, FiniteCheck, explain, refuse
 from phalanx.parallel.joined_step import InStep
 from phalanx.parallel.owners import OwnedGradients
-from phalanx.parallel.uneven import OPEN_STEPS, Join, JoinPhase, check_no_step
-from phalanx.parallel.wrapper import WrapperHook
+from phalanx.parallel.uneven import OPEN_STEP, Join, JoinPhase, check_no_step
+from phalanx.parallel.wrapper import WrapperHook, remove_hooks
 from phalanx.torch_internals import (
     accumulates_everywhere,
     at_end_of_backward,
@@ -89,6 +89,9 @@ class Reducer:
         self._progress = backend.progress
         self._owned = OwnedGradients({}, backend.rank)
         self._names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
+        self._handles: list[Any] = []
+        weakref.finalize(self, remove_hooks, self._handles)  # so that others may wrap the module
+        self._closed = False
         self._without_hook = set(self._names)
         self._unsynchronized: set[Tensor] = set()  # have gradients that were never averaged
         self._callback_queued = False
@@ -113,7 +116,7 @@ class Reducer:
         hook = WrapperHook(Reducer._gradient_ready, weakref.ref(self))  # keeps no reducer alive
         for parameter in [p for p in self._without_hook if p.requires_grad]:
             handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            weakref.finalize(self, handle.remove)  # so that the module may be wrapped again
+            self._handles.append(handle)
             self._without_hook.remove(parameter)
 
     def _make_buckets(self) -> None:
@@ -151,6 +154,16 @@ class Reducer:
             if owner != self._backend.rank and parameter not in self._unsynchronized:
                 parameter.grad = None
         self._make_buckets()
+
+    def close(self) -> None:
+        """Leave the parameters to another reducer, whatever pass is under way: wait for nothing,
+        and keep no memory, though a graph keeps this one. A pass through that is refused.
+        """
+        remove_hooks(self._handles)
+        self._closed, self._callback_queued = True, False
+        self._started.clear()
+        self._buckets.clear()
+        self._bucket_of.clear()
 
     # Forward passes -------------------------------------------------------------------------
 
@@ -222,6 +235,10 @@ class Reducer:
         return tuple(g if g is None else torch.where(g.isfinite(), g, 0) for g in grads)
 
     def _begin_pass(self, phase: JoinPhase) -> None:
+        if self._closed:
+            self._refuse(
+                "a backward pass through outputs from before regrouped(): run forward again"
+            )
         if phase is JoinPhase.BACKWARD:
             self._callback_queued = True
             at_end_of_backward(self._finish_pass)
@@ -232,7 +249,7 @@ class Reducer:
             self._follow_freezing()
             if self.join is not None:
                 self.join.exchange(phase, count=int(bool(self._owned.earlier)))
-            elif OPEN_STEPS:
+            elif OPEN_STEP in self._backend.kept:
                 check_no_step("DDP", self._backend)
 
     def _follow_freezing(self) -> None:

@@ -14,8 +14,7 @@ less of one step.
 from __future__ import annotations
 
 import enum
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,21 +49,19 @@ def check_joinable(module: nn.Module, who: str, backend: Backend, already: objec
 # So ranks that have no batch left know the others' waits, and samples can be counted.
 
 
-OPEN_STEPS: WeakKeyDictionary[Backend, object] = WeakKeyDictionary()
-"""The step under way on a backend: wrappers that are not in it do not average meanwhile."""
-
-
-_HEADERS: WeakKeyDictionary[Backend, int] = WeakKeyDictionary()
+OPEN_STEP = "the step under way"
+"""Its key in what a backend keeps: wrappers that are not in it do not average meanwhile."""
+_HEADERS = "headers exchanged"
 
 
 def headers(backend: Backend) -> int:
     """Return the number of headers that its ranks have exchanged: the same on all of them."""
-    return _HEADERS.get(backend, 0)
+    return cast("int", backend.kept.get(_HEADERS, 0))
 
 
 def check_no_step(who: str, backend: Backend) -> None:
     """Raise `MisuseError` if a step is under way on this backend, of another wrapper."""
-    if backend in OPEN_STEPS:
+    if OPEN_STEP in backend.kept:
         problem = "a backward pass averages inside the step() of another wrapper, without weights"
         refuse(who, backend.rank, f"{problem}: call step() of one around the whole model")
 
@@ -170,7 +167,7 @@ class Join:
                 backend.fail(error, culprit=group.ranks[error.peer or 0])  # others wait here
                 raise
         row = torch.tensor([[count * _PHASES + phase, samples]], dtype=torch.float64)
-        _HEADERS[backend] = headers(backend) + 1
+        backend.kept[_HEADERS] = headers(backend) + 1
         self._headers = async_all_gather(row, backend, label=f"{self._who}: next")
 
     def agree(self) -> JoinPhase:

@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 
 from phalanx.compression import Compressor
 from phalanx.compression.compressor import check_compressor, check_floating
-from phalanx.core.backend import Backend
+from phalanx.core.backend import Backend, SubBackend
 from phalanx.errors import DistributedError, MisuseError, UnsupportedOperationError
 from phalanx.parallel.compressor_state import (
     UNSHARDED,
@@ -107,6 +107,48 @@ class Wrapper(nn.Module):
             self._refuse(f"it cannot be copied: {error}", UnsupportedOperationError)
         copy.attach()
         return copy
+
+    def regrouped(self) -> None:
+        """Make anew, in place, what depends on ranks: `backend` is the same object, of another
+        group now. Every rank of that calls it, when no pass runs; the last one may have failed.
+
+        Then it is as a new wrapper of the same modules and `Parameter`s, whose passes and counters
+        begin anew, without gradients, and without state of compressors. It compares nothing, for
+        all ranks have the same model. Parameters, buffers and an outer optimizer keep their values;
+        `own_state` is to be loaded, and a `ShardedOptimizer` is `regrouped` next. Nothing is sent,
+        and nobody waits, least of all for the old group. A backward pass through outputs of DDP and
+        FSDP from before is a `MisuseError`.
+
+        Raises `UnsupportedOperationError`, with nothing changed, for `Pipeline`, parallel layers,
+        another wrapper inside, layers or a wrapper on some of a backend's ranks, as on a mesh, and
+        the meta device; `MisuseError` in a context of this wrapper, such as `no_sync`.
+        """
+        self._check_regroupable()
+        self.owners = type(self).owners
+        if self.compression is not None:
+            self.compression.load_state_dict({})
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def _check_regroupable(self) -> None:
+        """Raise unless `regrouped` can be right for this wrapper, as it is now."""
+        layers: list[Any] = self.communicating[1:]
+        cut = [each for each in layers if isinstance(each, Wrapper) or hasattr(each, "other_parts")]
+        cut += [each for each in layers if each.backend is not self.backend]
+        problem = ""
+        if not self.averages:
+            problem = "each of its ranks has other layers"
+        elif isinstance(self.backend, SubBackend):
+            problem = (
+                "its backend is some ranks of another one, as on a mesh, and stays what it was"
+            )
+        elif any(tensor.is_meta for tensor in (*self.parameters(), *self.buffers())):
+            problem = "it has tensors on the meta device"
+        elif cut:
+            problem = f"it has a {type(cut[0]).__name__}, whose ranks are not to change"
+        if problem:
+            text = f"regrouped(): {problem}: start all ranks again, and load a checkpoint"
+            self._refuse(text, UnsupportedOperationError)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the plain module's, and `own_state`, if there is any."""
@@ -370,6 +412,12 @@ class WrapperHook(partial[None]):
 
     Its first argument is a weak reference to the parameter's reducer.
     """
+
+
+def remove_hooks(handles: list[Any]) -> None:
+    """Remove the hooks of these handles, and the handles from the list."""
+    while handles:
+        handles.pop().remove()
 
 
 # ------------------------------------------------------------------------------

@@ -121,6 +121,15 @@ class OuterStep:
         for name, parameter in self._trained.items():
             self.copies[name].copy_(parameter)
 
+    def regrouped(self) -> None:
+        """Step with the ranks that the backend has now; `dense` does so already."""
+        self.skipped = 0
+        self.began = {}
+        if self._residual is not None:
+            self._residual.forget()
+        if self.compressed is not None:
+            self.compressed.regrouped()
+
     @torch.no_grad()
     def sync(self, label: str, *, whole: bool, share: float) -> bool:
         """Average the outer gradients, step, and copy. If these gradients are not finite, skip the
@@ -208,6 +217,10 @@ class ParameterResidual(ResidualStore):
     def __init__(self) -> None:
         self._residuals: dict[str, Tensor] = {}
         self._parts = 1
+
+    def forget(self) -> None:
+        """Forget the residuals of an average that has failed."""
+        self._residuals.clear()
 
     def take(self, name: str) -> Tensor:
         """Return the residual of that parameter, and forget it."""

@@ -98,6 +98,19 @@ class PeriodicSync(Wrapper):
         for parameter in self.module.parameters():
             claim(parameter, self)
 
+    def regrouped(self) -> None:
+        super().regrouped()
+        self._dense.regrouped()
+        if self._outer is not None:
+            self._outer.regrouped()
+        self._counter = StepCounter(self._trained.values())
+        self._alike = True
+
+    def _check_regroupable(self) -> None:
+        super()._check_regroupable()
+        if self._in_averaged or self._open is not None or self._join is not None:
+            self._refuse("regrouped() inside averaged(), step() or join(): leave it first")
+
     # As a module ----------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
