@@ -132,6 +132,7 @@ Restarts = Annotated[
 
 
 def kubernetes_command(
+    context: typer.Context,
     *,
     script: Annotated[
         str, typer.Argument(metavar="SCRIPT", help="The script in the image, or with -m a module.")
@@ -167,22 +168,10 @@ def kubernetes_command(
     """
     from phalanx.ops.clusters import kubernetes  # noqa: PLC0415 -- other commands need none of it
 
-    job = kubernetes.KubernetesJob(
-        target=script,
-        args=tuple(args or ()),
-        module=module,
-        kind=kind,
-        name=name or kubernetes.name_of(script.rpartition(".")[2] if module else script),
-        image=image,
-        nodes=nodes,
-        ranks=ranks,
-        memory=memory,
-        shm=shm,
-        volumes=tuple(volumes or ()),
-        user=user,
-        grace=grace,
-        max_restarts=max_restarts,
-    )
+    options = {**context.params, "args": tuple(args or ()), "volumes": tuple(volumes or ())}
+    options["target"] = options.pop("script")  # the others are those of a job, by the same names
+    options["name"] = name or kubernetes.name_of(script.rpartition(".")[2] if module else script)
+    job = kubernetes.KubernetesJob(**options)
     text = kubernetes.as_yaml(kubernetes.make_manifest(job, secrets.token_hex(32)))
     if not volumes:
         sys.stderr.write(
