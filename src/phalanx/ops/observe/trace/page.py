@@ -257,13 +257,13 @@ def _bar(states: Sequence[str], totals: Sequence[float], whole: float) -> str:
 
 
 def _slow_row(slow: Slow) -> tuple[str, list[_Cell]]:
-    last = f"rank {slow.last}" if slow.last >= 0 else f"only rank {slow.rank}"
+    last = f"rank {slow.last}" if slow.last >= 0 else f"only rank {slow.first.rank}"
     if slow.missing:
         last = f"no part of {_names(slow.missing)}"
     return "", [
         _time(slow.seconds),
-        _value(f"{slow.name} #{slow.sequence}"),
-        _time(slow.start),
+        _value(slow.title),
+        _time(slow.first.start / 1e6),
         _value(last),
         _time(slow.late) if slow.last >= 0 else ("-", -1, ""),
         _value(slow.where),

@@ -13,15 +13,17 @@ died in a collective has no start: then the others wait for it to their end.
 
 from __future__ import annotations
 
-import heapq
 import math
 from array import array
+from bisect import insort
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from phalanx.ops.observe.trace.files import EventArgs, TraceEvent
+if TYPE_CHECKING:
+    from phalanx.ops.observe.trace.merged import EventArgs, TraceEvent
 
 STATES = ("computing", "overlapped", "waiting", "communicating")
 """What a rank does: compute, or anything else that is no operation of Phalanx; compute while an
@@ -52,17 +54,16 @@ class Part(msgspec.Struct, frozen=True, gc=False):
 class Slow:
     """An operation of all its ranks, from the first one's start to the last one's end.
 
+    first    the part of the rank that began it first
     last     the rank that began it last, `late` seconds after the first; -1 for a message
     missing  the ranks that have no part in it
     """
 
     seconds: float
-    start: float
-    name: str
-    sequence: int
+    title: str
     group: str
     where: str
-    rank: int
+    first: Part
     last: int = -1
     late: float = 0.0
     missing: tuple[int, ...] = ()
@@ -130,6 +131,7 @@ class Profile:
     ranks         by number; also those that left no trace, if others waited for them
     collectives   number of those that all ranks have started
     kinds         by name, line of the program, and group
+    slowest       operations, the slowest first; of equal ones the first are kept
     errors        the first ones: rank, operation, and text
     broken        number of collectives in which some rank has no part
     absent        number of those in which each such rank has no part
@@ -145,18 +147,12 @@ class Profile:
         self.errors: list[tuple[int, str, str]] = []
         self.broken = 0
         self.absent: defaultdict[int, int] = defaultdict(int)
-        self._slowest: list[tuple[float, int, Slow]] = []
-        self._count = 0
+        self.slowest: list[Slow] = []
 
     @property
     def seconds(self) -> float:
         """Seconds from the start of the first operation to the end of the last one."""
         return self.span / 1e6
-
-    @property
-    def slowest(self) -> list[Slow]:
-        """Return the slowest operations, the slowest first."""
-        return [slow for _, _, slow in sorted(self._slowest, key=lambda each: -each[0])]
 
     def present(self, rank: int, host: str, start: float, end: float) -> None:
         """Take a run of a rank (microseconds since 1970); runs come in order of their starts."""
@@ -254,26 +250,14 @@ class Profile:
         late: float = 0.0,
         missing: tuple[int, ...] = (),
     ) -> None:
-        start = parts[0].start
-        seconds = (max([part.end for part in parts]) - start) / 1e6
-        self._count += 1  # of equal ones the first is kept, and none are compared
-        if len(self._slowest) == SLOWEST and seconds <= self._slowest[0][0]:
+        seconds = (max([part.end for part in parts]) - parts[0].start) / 1e6
+        if len(self.slowest) == SLOWEST and seconds <= self.slowest[-1].seconds:
             return
         slow = Slow(
-            seconds,
-            start / 1e6,
-            event.name,
-            args.sequence or 0,
-            args.group,
-            args.where,
-            parts[0].rank,
-            last,
-            late,
-            missing,
+            seconds, _title(event, args), args.group, args.where, parts[0], last, late, missing
         )
-        heapq.heappush(self._slowest, (seconds, -self._count, slow))
-        if len(self._slowest) > SLOWEST:
-            heapq.heappop(self._slowest)
+        insort(self.slowest, slow, key=lambda each: -each.seconds)
+        del self.slowest[SLOWEST:]
 
     def _add(self, bins: array[float], start: float, end: float) -> None:
         """Add the time from `start` to `end` to its bins."""
