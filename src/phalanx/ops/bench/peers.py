@@ -480,10 +480,7 @@ PeerTable = Mapping[str, PeerRow]
 
 
 def _phalanx(name: str) -> PeerRow:
-    def make(context: RankContext) -> Peer:
-        return Phalanx(init(name, timeout=context.timeout), context)
-
-    return PeerRow(make, ours=True)
+    return PeerRow(lambda on: Phalanx(init(name, timeout=on.timeout), on), ours=True)
 
 
 def lacks_mpirun() -> str:

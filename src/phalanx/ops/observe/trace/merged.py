@@ -265,9 +265,7 @@ def _merged_events(
     lines: dict[tuple[object, ...], _Lines] = {}
     count: Counter[int] = Counter()
     in_order = heapq.merge(*(file.operations() for file in files), key=itemgetter(0))
-    first: float | None = None
     for start, file, event, args in in_order:
-        first = start if first is None else first
         rank = file.rank
         key = (rank, file.run, event.tid, event.cat, args.group)
         of_group = lines.get(key)
@@ -282,13 +280,13 @@ def _merged_events(
             profile.alone(event, args, part)
         elif parts := collectives.add(of_group.group, event, args, part):
             profile.collective(event, args, parts)
-        line = of_group.free_at(start)
+        line = next((line for line, since in of_group.free_from.items() if since <= start), 0)
         if not line:
             count[rank] += 1
             line = count[rank]
             yield label("thread_name", rank, line, name=of_group.name)
         of_group.free_from[line] = start + event.dur
-        event.pid, event.tid, event.ts = rank, line, round(start - first, 1)
+        event.pid, event.tid, event.ts = rank, line, round(start - profile.first, 1)
         yield event
 
 
@@ -303,10 +301,6 @@ class _Lines:
     name: str
     group: _Group | None
     free_from: dict[int, float] = field(default_factory=dict)
-
-    def free_at(self, time: float) -> int:
-        """Return a line that is free, or 0."""
-        return next((line for line, since in self.free_from.items() if since <= time), 0)
 
 
 def _notes(files: list[TraceFile]) -> list[str]:

@@ -179,7 +179,8 @@ def _data(merged: MergedTrace) -> str:
 
 
 def _tiles(merged: MergedTrace) -> Iterator[tuple[str, str]]:
-    totals = _totals(merged.profile.ranks.values())
+    of_ranks = (rank.totals() for rank in merged.profile.ranks.values())
+    totals = [sum(each) for each in zip(*of_ranks, strict=True)]
     hosts = {rank.host for rank in merged.ranks}
     yield "ranks", f"{len(merged.ranks)} on {_counted(len(hosts), 'host')}"
     yield "time", _seconds(merged.profile.seconds)
@@ -188,10 +189,6 @@ def _tiles(merged: MergedTrace) -> Iterator[tuple[str, str]]:
         yield state, _percent(seconds, sum(totals))
     yield "overlap", _overlap(totals)
     yield "errors", f"{sum(rank.errors for rank in merged.ranks):,}"
-
-
-def _totals(ranks: Iterable[RankProfile]) -> list[float]:
-    return [sum(each) for each in zip(*(rank.totals() for rank in ranks), strict=True)]
 
 
 def _overlap(totals: Sequence[float]) -> str:
