@@ -96,14 +96,12 @@ def find_shared_memory() -> Finding:
                 memory[:] = data
                 seconds = perf_counter() - begin
                 path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-                command = [sys.executable, "-I", "-S", "-c", _SECOND_PROCESS, path]
-                other = subprocess.run(command, capture_output=True, timeout=30, check=False)
-                if other.returncode != 0:
-                    said = other.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+                code, said = _ask(sys.executable, "-I", "-S", "-c", _SECOND_PROCESS, path)
+                if code != 0:
                     return fail(f"a second process cannot read {path}: {said}", hint)
                 if memory[:5] != b"world":
                     return fail(f"a second process's answer in {path} is not seen", hint)
-    except (OSError, subprocess.SubprocessError) as error:
+    except OSError as error:
         return fail(f"{error}", hint)
     rate = _SHARED_SIZE / seconds / 1e9
     return ok(f"two processes share memory; {rate:.1f} GB/s to new pages")
@@ -126,16 +124,15 @@ def find_cross_memory() -> Finding:
     if setting == "allow":
         let_others_read()
     data = ctypes.create_string_buffer(b"hello", 5)
-    command = [sys.executable, "-c", _READER, str(os.getpid()), str(ctypes.addressof(data))]
-    other = subprocess.run(command, capture_output=True, timeout=60, check=False)
-    if other.returncode == 0:
+    address = str(ctypes.addressof(data))
+    code, said = _ask(sys.executable, "-c", _READER, str(os.getpid()), address)
+    if code == 0:
         if setting == "auto" and not reading_pays():
             return ok(
                 "a process reads another's memory, but copying it twice takes less time: large "
                 "tensors are copied into shared memory first"
             )
         return ok("a process reads another's memory: large tensors are read where they lie")
-    said = other.stderr.decode(errors="replace").strip().rpartition("\n")[2]
     return info(
         f"a process cannot read another's memory ({said}): large tensors are copied into shared "
         "memory first",
@@ -264,7 +261,7 @@ _CLOUDPICKLE = "cloudpickle", "notebook", "cloudpickle"
 _OTEL = "opentelemetry-api", "otel", "opentelemetry.metrics"
 TORCH_WITH_BACKENDS = "2.9"  # of which `init_process_group("phalanx")` is a part
 _LOAD_MPI = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
-_TOO_LONG = 20.0  # seconds for a program to answer in
+_TOO_LONG = 60.0  # seconds for a program to answer in
 
 
 def find_client(package: str, extra: str, module: str = "") -> Finding:
@@ -346,7 +343,7 @@ def _ask(*command: str) -> tuple[int, str]:
     """Return the exit code of a command, and the last line of its output."""
     try:
         other = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TOO_LONG, check=False
+            command, capture_output=True, errors="replace", timeout=_TOO_LONG, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return 1, str(error)
