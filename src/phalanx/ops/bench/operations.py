@@ -78,23 +78,15 @@ def elements_of(what: str, p: int, n: int) -> int:
 
 @dataclass(frozen=True)
 class BenchOperation:
-    """One row: an operation, for p ranks and messages of n elements.
-
-    given     a rank's input, by a name that `values_of` knows
-    expected  its result afterwards
-    in_place  a call overwrites its input, unless other memory is requested
-    passes    how often (p-1)/p of the bytes pass a rank's link; 0: all of them pass, once
-    trips     messages that one call sends one after the other, of which one is shown
-    least     smallest number of calls in a round
-    """
+    """One row: an operation, for p ranks and messages of n elements."""
 
     name: str
-    given: str
-    expected: str
-    in_place: bool
-    passes: int
-    trips: int = 1
-    least: int = 1
+    given: str  # a rank's input, by a name that `values_of` knows
+    expected: str  # its result afterwards
+    in_place: bool  # a call overwrites its input, unless other memory is requested
+    passes: int  # how often (p-1)/p of the bytes pass a rank's link; 0: all of them pass, once
+    trips: int = 1  # messages that one call sends one after the other, of which one is shown
+    least: int = 1  # smallest number of calls in a round
 
     def bus(self, size: int) -> float:
         """Return the factor of the bus bandwidth."""
@@ -227,51 +219,30 @@ def kinds_for(operation: BenchOperation, requested: Sequence[str]) -> list[str]:
 
 @dataclass(eq=False)
 class PreparedCall:
-    """One operation of one peer on this rank's memory: `call()`, repeated, and then `finish()`.
+    """One operation of one peer on this rank's memory: `call()`, repeated, and then `finish()`."""
 
-    Made by a peer:
-
-    operation    its row, with input and expected output
-    n            elements of a whole message
-    source       this rank's input; written before calls
-    out          its output; checked after calls. The same memory in place
-    fresh        `call` returns the result in new memory, which is `out` until the next
-    algorithm    requested by name, or "auto"
-    call         runs it once. Blocks as the library's own call does
-    finish       waits until the last call has arrived, for calls that return before. Timed
-    load         takes over `source`, if the library needs it in memory of its own. Not timed
-    store        brings the result to `out`. Not timed
-    count_wrong  counts wrong elements after so many calls, besides those of `out`. Not timed
-    is_checked   whether its results have a meaning
-    own_steps    seconds that the optimizer took by itself, of each training step
-
-    Found by `time_rounds`:
-
-    optimizer    the median of `own_steps`, on the slowest rank; None if there are none
-    filled       whether `source` is written; other calls may write to the same memory
-    calls        in a round
-    seconds      of a call, in each round that counts, on the slowest rank
-    wrong        elements that came out wrong, on all ranks
-    """
-
-    operation: BenchOperation
-    n: int
-    source: Tensor
-    out: Tensor
-    fresh: bool = False
-    algorithm: str = "auto"
-    call: Callable[[], object] = lambda: None
+    # Made by a peer:
+    operation: BenchOperation  # its row, with input and expected output
+    n: int  # elements of a whole message
+    source: Tensor  # this rank's input; written before calls
+    out: Tensor  # its output; checked after calls. The same memory in place
+    fresh: bool = False  # `call` returns the result in new memory, which is `out` until the next
+    algorithm: str = "auto"  # or one that was requested by name
+    call: Callable[[], object] = lambda: None  # runs it once, and blocks as the library's own does
+    # Waits until the last call has arrived, for calls that return before. Timed, as `call` is.
     finish: Callable[[], object] = lambda: None
-    load: Callable[[], object] = lambda: None
-    store: Callable[[], object] = lambda: None
+    load: Callable[[], object] = lambda: None  # takes over `source`, if memory of its own is needed
+    store: Callable[[], object] = lambda: None  # brings the result to `out`
+    # Counts wrong elements after so many calls, besides those of `out`.
     count_wrong: Callable[[int], int] = lambda calls: 0
-    is_checked: bool = True
-    own_steps: list[float] = field(default_factory=list)
-    optimizer: float | None = None
-    filled: bool = False
-    calls: int = 1
-    seconds: list[float] = field(default_factory=list)
-    wrong: int = 0
+    is_checked: bool = True  # whether its results have a meaning
+    own_steps: list[float] = field(default_factory=list)  # seconds of the optimizer in each step
+    # Found by `time_rounds`:
+    optimizer: float | None = None  # the median of `own_steps`, if any, on the slowest rank
+    filled: bool = False  # whether `source` is written; other calls may write to the same memory
+    calls: int = 1  # in a round
+    seconds: list[float] = field(default_factory=list)  # of a call, by rounds, on the slowest rank
+    wrong: int = 0  # elements that came out wrong, on all ranks
 
     @property
     def in_place(self) -> bool:
@@ -360,21 +331,15 @@ def _backward(loss: Callable[[], Tensor]) -> None:
 
 
 class TrainedModel(NamedTuple):
-    """A model that trains on this rank, with any library. Every rank calls the functions.
+    """A model that trains on this rank, with any library. Every rank calls the functions."""
 
-    model      is called with this rank's samples
-    whole      returns the parameters
-    restore    gives the parameters their former values
-    average    runs between the backward pass and the optimizer's step
-    passes     runs the forward pass, which returns the mean over this rank's samples, and backward
-    optimizer  makes the optimizer from its factory; None: of the model's parameters
-    """
-
-    model: nn.Module
-    whole: Callable[[], Tensors]
-    restore: Callable[[Tensors], object]
-    average: Callable[[], object] = lambda: None
+    model: nn.Module  # is called with this rank's samples
+    whole: Callable[[], Tensors]  # returns the parameters
+    restore: Callable[[Tensors], object]  # gives the parameters their former values
+    average: Callable[[], object] = lambda: None  # between backward and the optimizer's step
+    # Runs the forward pass, which returns the mean over this rank's samples, and backward.
     passes: Callable[[Callable[[], Tensor]], object] = _backward
+    # Makes the optimizer from its factory; None: of the model's parameters.
     optimizer: Callable[[Factory], Optimizer] | None = None
 
 

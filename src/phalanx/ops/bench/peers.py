@@ -62,21 +62,14 @@ Binder = Callable[[PreparedCall], Call]
 
 @dataclass(frozen=True)
 class RankContext:
-    """One rank of a benchmark: the parts to make peers from, and the ranks' exchanges.
+    """One rank of a benchmark: the parts to make peers from, and the ranks' exchanges."""
 
-    backend   over TCP, idle while anything is timed: for the ranks' exchanges between rounds
-    master    a name of rank 0's host
-    timeout   seconds that a rank waits for another
-    width     of the layers of a trained model; 0: the operation's own
-    optimizer of a trained model
-    buffers   (use, elements, device) -> torch's memory, which all peers use, one after the other
-    """
-
-    backend: Backend
-    master: str
-    timeout: float
-    width: int = 0
-    optimizer: str = "sgd"
+    backend: Backend  # over TCP, idle while anything is timed: for exchanges between rounds
+    master: str  # a name of rank 0's host
+    timeout: float  # seconds that a rank waits for another
+    width: int = 0  # of the layers of a trained model; 0: the operation's own
+    optimizer: str = "sgd"  # of a trained model
+    # (use, elements, device) -> torch's memory, which all peers use, one after the other
     buffers: dict[tuple[str, int, str], Tensor] = field(default_factory=dict)
 
     def gather(self, value: Any) -> list[Any]:
@@ -462,18 +455,13 @@ class Alone(Peer):
 
 
 class PeerRow(NamedTuple):
-    """One peer.
+    """One peer of the table below."""
 
-    make        makes it, on every rank at the same time
-    lacks       returns, without asking other ranks, why it cannot be here; empty: it may be
-    ours        whether it is Phalanx
-    script      the Python file that has the row in a mapping PEERS of its own; empty: this one
-    """
-
-    make: Callable[[RankContext], Peer]
+    make: Callable[[RankContext], Peer]  # makes it, on every rank at the same time
+    # Returns, without asking other ranks, why it cannot be here; empty: it may be.
     lacks: Callable[[], str] = lambda: ""
-    ours: bool = False
-    script: str = ""
+    ours: bool = False  # whether it is Phalanx
+    script: str = ""  # the file that has the row in a mapping PEERS of its own; empty: this one
 
 
 PeerTable = Mapping[str, PeerRow]

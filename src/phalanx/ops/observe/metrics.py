@@ -115,23 +115,16 @@ Samples: TypeAlias = "Iterable[tuple[Labels, float]]"
 
 
 class Metric(NamedTuple):
-    """One row.
+    """One row of the table below."""
 
-    name   without `phalanx_`; Prometheus gets `_total` behind that of a counter
-    kind   `counter` or `gauge`
-    unit   as OpenTelemetry writes it
-    read   returns its samples, each with its labels but for the rank
-    """
-
-    name: str
-    kind: str
-    unit: str
+    name: str  # without `phalanx_`; Prometheus gets `_total` behind that of a counter
+    kind: str  # `counter` or `gauge`
+    unit: str  # as OpenTelemetry writes it
     help: str
-    read: Callable[[Counts, LoggedStep], Samples]
+    read: Callable[[Counts, LoggedStep], Samples]  # each with its labels but for the rank
 
     @property
     def prometheus_name(self) -> str:
-        """Name of the metric in Prometheus."""
         return f"phalanx_{self.name}{'_total' if self.kind == 'counter' else ''}"
 
 

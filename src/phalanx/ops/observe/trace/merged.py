@@ -80,27 +80,19 @@ _BETWEEN = b" \r\t\n,"
 
 @dataclass
 class TraceFile:
-    """One backend of one rank, and the places of the operations in its file.
-
-    world_size   0: it was not written down
-    started      seconds since 1970, by the clock of `host`
-    ended        microseconds since 1970: when its last operation was over
-    damaged      lines that cannot be read, apart from the last one
-    cut_off      whether the last line cannot be read
-    times        start of each operation, in microseconds since 1970
-    places       beginning of the line of each
-    """
+    """One backend of one rank, and the places of the operations in its file."""
 
     path: Path
     rank: int
     data: BinaryIO = field(repr=False)
-    world_size: int = 0
+    world_size: int = 0  # 0: it was not written down
     host: str = "?"
-    started: float = 0.0
-    ended: float = 0.0
+    started: float = 0.0  # seconds since 1970, by the clock of `host`
+    ended: float = 0.0  # microseconds since 1970: when its last operation was over
     run: int = 0
-    damaged: int = 0
-    cut_off: bool = False
+    damaged: int = 0  # lines that cannot be read, apart from the last one
+    cut_off: bool = False  # whether the last line cannot be read
+    # The start of each operation, in microseconds since 1970, and the beginning of its line.
     times: array[float] = field(default_factory=lambda: array("d"), repr=False)
     places: array[int] = field(default_factory=lambda: array("q"), repr=False)
 
@@ -292,15 +284,11 @@ def _merged_events(
 
 @dataclass(slots=True)
 class _Lines:
-    """The lines of the picture for a group of a rank: one, and more if operations overlap.
-
-    group       None: no other rank takes part
-    free_from   the time at which each is free again, by its number
-    """
+    """The lines of the picture for a group of a rank: one, and more if operations overlap."""
 
     name: str
-    group: _Group | None
-    free_from: dict[int, float] = field(default_factory=dict)
+    group: _Group | None  # None: no other rank takes part
+    free_from: dict[int, float] = field(default_factory=dict)  # when each line is, by number
 
 
 def _notes(files: list[TraceFile]) -> list[str]:

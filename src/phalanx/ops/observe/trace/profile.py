@@ -39,34 +39,26 @@ _LONGEST = 2000  # characters of an error
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
-    """One rank's part in an operation, in microseconds since the first operation of the job.
-
-    waited   the time from which the program was blocked in it; `end` if it never was
-    """
+    """One rank's part in an operation, in microseconds since the first operation of the job."""
 
     rank: int
     start: float
     end: float
-    waited: float
+    waited: float  # the time from which the program was blocked in it; `end` if it never was
 
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """An operation of all its ranks, from the first one's start to the last one's end.
-
-    first    the part of the rank that began it first
-    last     the rank that began it last, `late` seconds after the first; -1 for a message
-    missing  the ranks that have no part in it
-    """
+    """An operation of all its ranks, from the first one's start to the last one's end."""
 
     seconds: float
     title: str
     group: str
     where: str
-    first: Part
-    last: int = -1
+    first: Part  # that of the rank that began it first
+    last: int = -1  # the rank that began it last, `late` seconds after the first; -1: a message
     late: float = 0.0
-    missing: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()  # the ranks that have no part in it
 
 
 @dataclass(slots=True)
@@ -83,16 +75,7 @@ class KindOfOperation:
 
 @dataclass(slots=True)
 class RankProfile:
-    """One rank, in all of its runs; and its profile over time: seconds in each bin.
-
-    operations, bytes, errors   of all of them
-    last       number of collectives that it was the last rank to start
-    late       seconds by which it was the last, in all
-    present    between its start and its last operation
-    under_way  with an operation under way, `blocked` in one, `waiting` in one for another rank
-    waited     seconds that it waited for ranks that began later
-    awaited    seconds that others waited for it, the last to begin; all of them, summed up
-    """
+    """One rank, in all of its runs; and its profile over time: seconds in each bin."""
 
     rank: int
     host: str = "?"
@@ -100,14 +83,15 @@ class RankProfile:
     operations: int = 0
     bytes: int = 0
     errors: int = 0
-    last: int = 0
-    late: float = 0.0
+    last: int = 0  # number of collectives that it was the last rank to start
+    late: float = 0.0  # seconds by which it was the last, in all
+    # Between its start and its last operation; with one under way, blocked in it, and for others.
     present: array[float] = field(default_factory=lambda: array("d", bytes(8 * BINS)))
     under_way: array[float] = field(default_factory=lambda: array("d", bytes(8 * BINS)))
     blocked: array[float] = field(default_factory=lambda: array("d", bytes(8 * BINS)))
     waiting: array[float] = field(default_factory=lambda: array("d", bytes(8 * BINS)))
-    waited: float = 0.0
-    awaited: float = 0.0
+    waited: float = 0.0  # seconds that it waited for ranks that began later
+    awaited: float = 0.0  # those that others waited for it, the last to begin; all summed up
     seen_until: float = 0.0  # end of its presence so far, in microseconds
     busy_until: float = 0.0  # end of its operations so far
 

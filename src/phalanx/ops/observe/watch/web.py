@@ -48,22 +48,16 @@ _STATUS: dict[Status, str] = dict(zip(get_args(Status), "srtdue", strict=True))
 class Sample(msgspec.Struct, kw_only=True):
     """The data that a page draws of one state of a job.
 
-    time           seconds since 1970, by the watcher's clock
-    ranks          three characters for each rank: shares of time communicating and waiting, 0..z,
-                   and its status (see `_STATUS`)
-    steps          seconds that the last step of the fastest and the slowest rank took
-    sent, received bytes a second, of all ranks together
-    values         means over the ranks of logged values, such as the loss
-
     Ranks that do not run any more count for `ranks` alone: their last values are old.
     """
 
-    time: float
+    time: float  # seconds since 1970, by the watcher's clock
+    # Three characters a rank: shares of time communicating and waiting, 0..z, and its `_STATUS`.
     ranks: str
-    steps: tuple[float, float]
-    sent: float
+    steps: tuple[float, float]  # seconds that the last step of the fastest and slowest rank took
+    sent: float  # bytes a second, of all ranks together
     received: float
-    values: dict[str, float]
+    values: dict[str, float]  # means over the ranks of logged values, such as the loss
 
 
 def sample(job: JobState) -> Sample:
