@@ -38,16 +38,12 @@ MIB, GIB = 1 << 20, 1 << 30
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check, in words for the user and for a bug report.
+    """The result of one check, in words for the user and for a bug report."""
 
-    status  "info" is neither good nor bad; with "fail" something does not work here
-    what    the fact
-    hint    the advice
-    """
-
+    # "info" is neither good nor bad; with "fail" something does not work here.
     status: Literal["ok", "info", "warn", "fail"]
-    what: str
-    hint: str = ""
+    what: str  # the fact
+    hint: str = ""  # the advice
 
 
 ok, info = partial(Finding, "ok"), partial(Finding, "info")

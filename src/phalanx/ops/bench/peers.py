@@ -110,18 +110,14 @@ class _AttemptFailedError(Exception):
 
 
 class Peer:
-    """A library under test, made by a row of the table of peers, on every rank at one time.
+    """A library under test, made by a row of the table of peers, on every rank at one time."""
 
-    does        its operations: name -> function that makes a call of it
-    beside      its operation beside another one, if not the same: it shows the machine's limit
-    memories    the kinds of memory that it can be given; without "ordinary", it uses these always
-    device      of the messages' memory
-    """
-
-    does: Mapping[str, Binder]
+    does: Mapping[str, Binder]  # its operations: name -> function that makes a call of it
+    # Its operation beside another one, if not the same: it shows the machine's limit.
     beside: Mapping[str, str] = MappingProxyType({})
+    # Kinds that it can be given; without "ordinary", it uses these always.
     memories: frozenset[str] = frozenset({"ordinary"})
-    device: str = "cpu"
+    device: str = "cpu"  # of the messages' memory
 
     def __init__(self, context: RankContext) -> None:
         self.rank, self.size = context.backend.rank, context.backend.world_size

@@ -39,10 +39,7 @@ _FILE_NAME = re.compile(r"rank-(\d{1,9})-(\d{1,9})-(\d{1,9})\.json", re.ASCII)
 
 
 class TraceEvent(msgspec.Struct, gc=False):
-    """One event of a Chrome trace; times (`ts`, `dur`) are microseconds.
-
-    args   as in the file, to be passed on; those that matter here are `EventArgs`
-    """
+    """One event of a Chrome trace; times (`ts`, `dur`) are microseconds."""
 
     ph: str
     name: str
@@ -51,7 +48,7 @@ class TraceEvent(msgspec.Struct, gc=False):
     tid: int = 0
     ts: float = 0.0
     dur: float = 0.0
-    args: msgspec.Raw = msgspec.Raw(b"{}")
+    args: msgspec.Raw = msgspec.Raw(b"{}")  # as in the file; `EventArgs` are those that matter
 
 
 class EventArgs(msgspec.Struct, gc=False):
@@ -330,12 +327,10 @@ _MEMBERS = re.compile(r"ranks \[([\d, ]+)\]")
 
 @dataclass(slots=True)
 class _Group:
-    """A group of ranks, and the collectives by number that not all of them have begun.
-
-    Each has an event, its arguments, and the parts so far.
-    """
+    """A group of ranks, and the collectives by number that not all of them have begun."""
 
     ranks: Sequence[int]
+    # Of each an event, its arguments, and the parts so far.
     open: dict[int | None, tuple[TraceEvent, EventArgs, list[Part]]] = field(default_factory=dict)
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import insort
-from collections import defaultdict
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -112,26 +112,19 @@ class Profile:
     """The profile of a job, built from operations in the order of their starts.
 
     first, last   start of the job's first operation and end of the last one, in microseconds
-    ranks         by number; also those that left no trace, if others waited for them
-    collectives   number of those that all ranks have started
-    kinds         by name, line of the program, and group
-    slowest       operations, the slowest first; of equal ones the first are kept
-    errors        the first ones: rank, operation, and text
-    broken        number of collectives in which some rank has no part
-    absent        number of those in which each such rank has no part
     """
 
     def __init__(self, first: float, last: float) -> None:
         self.first = first
         self.span = min(max(last - first, 1.0), 1e15)
         self._width = self.span / BINS
-        self.ranks: dict[int, RankProfile] = {}
-        self.collectives = 0
-        self.kinds: dict[tuple[str, str, str], KindOfOperation] = {}
-        self.errors: list[tuple[int, str, str]] = []
-        self.broken = 0
-        self.absent: defaultdict[int, int] = defaultdict(int)
-        self.slowest: list[Slow] = []
+        self.ranks: dict[int, RankProfile] = {}  # also without a trace, if others waited for them
+        self.collectives = 0  # number of those that all ranks have started
+        self.kinds: dict[tuple[str, str, str], KindOfOperation] = {}  # by name, line, and group
+        self.errors: list[tuple[int, str, str]] = []  # the first ones: rank, operation, and text
+        self.broken = 0  # number of collectives in which some rank has no part
+        self.absent: Counter[int] = Counter()  # number of those in which each such rank has none
+        self.slowest: list[Slow] = []  # the slowest first; of equal ones the first are kept
 
     @property
     def seconds(self) -> float:
@@ -185,8 +178,7 @@ class Profile:
     ) -> None:
         """Take a collective in which some ranks have no part: they died before, or never began."""
         self.broken += 1
-        for rank in missing:
-            self.absent[rank] += 1
+        self.absent.update(missing)
         culprit = missing[0] if len(missing) == 1 else None
         self._waits(event, args, parts, math.inf, culprit)
         self._note_slow(event, args, parts, missing=tuple(missing))

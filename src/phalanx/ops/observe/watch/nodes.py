@@ -148,19 +148,13 @@ Read = Callable[[], "JobState | None"]
 
 
 class RemoteNode:
-    """One node of a job, read by a thread as long as `read` is called.
-
-    name     to be shown
-    latest   the latest state; None for none
-    problem  the reason for its silence; "" if it is not silent, or was not called yet
-    gone     whether no process listens there any more
-    """
+    """One node of a job, read by a thread as long as `read` is called."""
 
     def __init__(self, name: str, endpoint: Endpoint, token: bytes) -> None:
-        self.name = name
+        self.name = name  # to be shown
         self.latest: JobState | None = None
-        self.problem = ""
-        self.gone = False
+        self.problem = ""  # why it is silent; "" if it is not, or was not called yet
+        self.gone = False  # whether no process listens there any more
         self._endpoint, self._token = endpoint, token
         self._socket: socket.socket | None = None
         self._received = b""

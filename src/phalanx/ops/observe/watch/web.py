@@ -109,15 +109,11 @@ class Curves:
 
 
 class Feed:
-    """The latest state of a job and the samples before it, for any number of pages.
-
-    number   of the latest state, from 1
-    over     whether it is the last one, or the server ends
-    """
+    """The latest state of a job and the samples before it, for any number of pages."""
 
     def __init__(self) -> None:
-        self.number = 0
-        self.over = False
+        self.number = 0  # of the latest state, from 1
+        self.over = False  # whether it is the last one, or the server ends
         self._state = b"null"
         self._samples: deque[tuple[int, float, bytes]] = deque(maxlen=MOST_SAMPLES)
         self._curves = Curves()
