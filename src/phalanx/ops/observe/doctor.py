@@ -23,27 +23,16 @@ from functools import partial
 from importlib.metadata import requires
 from time import perf_counter
 from types import FrameType, MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from phalanx.core.backend import Backend
 from phalanx.errors import BackendUnavailableError, DistributedError
 from phalanx.launch.init import BACKENDS, why_not_nccl
 from phalanx.launch.spawn import spawn
 from phalanx.ops import machine
-from phalanx.ops.machine import (
-    Finding,
-    fail,
-    info,
-    installed_version,
-    is_older,
-    ok,
-    parse_requirement,
-    warn,
-)
+from phalanx.ops.machine import Finding, fail, info, ok, warn
 from phalanx.transport.shm.cross_memory import VARIABLE as CMA
 from phalanx.transport.shm.cross_memory import cma_setting, let_others_read, reading_pays
-
-if TYPE_CHECKING:
-    from phalanx.core.backend import Backend
 
 
 class Check(NamedTuple):
@@ -269,20 +258,20 @@ def find_client(package: str, extra: str, module: str = "") -> Finding:
 
     module  to import, of a package that is imported quickly
     """
-    has, hint = installed_version(package), f"pip install --upgrade 'phalanx[{extra}]'"
+    has, hint = machine.installed_version(package), f"pip install --upgrade 'phalanx[{extra}]'"
     if has is None:
         return info("not installed", hint)
     if not importlib.util.find_spec(module or package):
         return warn(
             f"{has}, of which no module is there", f"pip install --force-reinstall {package}"
         )
-    for name, least, of_extra in map(parse_requirement, requires("phalanx") or []):
-        there = installed_version(name)
+    for name, least, of_extra in map(machine.parse_requirement, requires("phalanx") or []):
+        there = machine.installed_version(name)
         if of_extra != extra:
             continue
         if there is None:
             return warn(f"{has}, but {name} is missing, which it needs", hint)
-        if is_older(there, least):
+        if machine.is_older(there, least):
             return warn(f"{name} {there}, and {least} is the least that was tried", hint)
     if module:
         try:
@@ -294,14 +283,14 @@ def find_client(package: str, extra: str, module: str = "") -> Finding:
 
 def find_trainer(package: str) -> Finding:
     """Return whether `package`, and the parts of torch that it needs, can be here."""
-    finding, torch = find_client(package, package), installed_version("torch")
+    finding, torch = find_client(package, package), machine.installed_version("torch")
     if finding.status != "ok":
         return finding
-    if installed_version("phalanx") is None:
+    if machine.installed_version("phalanx") is None:
         return warn(
             f"{finding.what}, but torch finds Phalanx only if it is installed", "pip install ."
         )
-    if torch is None or is_older(torch, TORCH_WITH_BACKENDS):
+    if torch is None or machine.is_older(torch, TORCH_WITH_BACKENDS):
         return warn(
             f"{finding.what}, but torch is {torch}: it takes {TORCH_WITH_BACKENDS} or newer",
             "pip install --upgrade torch",
@@ -312,7 +301,7 @@ def find_trainer(package: str) -> Finding:
 def find_lightning() -> Finding:
     """Return whether Lightning is there, which uses mpi4py if no launcher has started it."""
     finding = find_trainer("lightning")
-    if finding.status != "ok" or installed_version("mpi4py") is None:
+    if finding.status != "ok" or machine.installed_version("mpi4py") is None:
         return finding
     code, said = _ask(sys.executable, "-c", _LOAD_MPI)
     if code == 0:
