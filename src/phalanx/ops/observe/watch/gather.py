@@ -47,18 +47,15 @@ def follow(
     """
     gatherer = Gatherer()
     state: JobState | None = None
-    while True:
-        latest = read()
-        if latest is None:
-            if state is not None:
-                state.ended, state.time = GONE, time.time()
-                yield state
-            return
+    for latest in iter(read, None):
         state = gatherer.complete(latest)
         yield state
         if state.ended:
             return
         sleep(period)
+    if state is not None:
+        state.ended, state.time = GONE, time.time()
+        yield state
 
 
 def snapshot(read: Read) -> JobState | None:

@@ -20,8 +20,9 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from phalanx.core.backend import Backend
 from phalanx.core.call import WORLD_ID
 from phalanx.core.counters import Counts
 from phalanx.core.engine import Engine
@@ -40,9 +41,6 @@ from phalanx.ops.observe.watch.folder import (
 )
 from phalanx.ops.observe.watch.nodes import WatchServer, as_address, serve
 from phalanx.ops.observe.watch.state import MOST_VALUES, JobState, RankState, number
-
-if TYPE_CHECKING:
-    from phalanx.core.backend import Backend
 
 log = logging.getLogger("phalanx")
 

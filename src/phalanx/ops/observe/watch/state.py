@@ -81,11 +81,6 @@ class JobState(msgspec.Struct, kw_only=True):
     ended: str = ""  # the end of the job, in words, in its last state; "" while it runs
 
 
-_TEXTS = tuple(
-    "host machine reason operation signature group where last_call log".split()  # noqa: SIM905
-)
-
-
 def number(value: float) -> float | str:
     """Return a logged number in the form of `RankState.values`."""
     return value if math.isfinite(value) else str(float(value))
@@ -107,8 +102,9 @@ def bounded(state: RankState) -> RankState:
 
     It comes from another process, and may hold anything that its types allow.
     """
-    for name in _TEXTS:
-        setattr(state, name, plain(getattr(state, name)))
+    for name, value in msgspec.structs.asdict(state).items():
+        if isinstance(value, str):
+            setattr(state, name, plain(value))
     state.waits_for = state.waits_for[:MOST_RANKS]
     state.values = {
         plain(name): plain(value) if isinstance(value, str) else value
