@@ -198,13 +198,8 @@ def find_memory() -> Finding:
 
 def read_sizes(path: str) -> dict[str, int]:
     """Return the sizes in a file of Linux's /proc (`VmRSS:  12 kB`), in bytes."""
-    sizes = {}
-    for line in Path(path).read_text().splitlines():
-        name, _, value = line.partition(":")
-        words = value.split()
-        if len(words) == 2 and words[1] == "kB":
-            sizes[name] = int(words[0]) << 10
-    return sizes
+    lines = re.findall(r"^(.+):\s+(\d+) kB$", Path(path).read_text(), re.MULTILINE)
+    return {name: int(kib) << 10 for name, kib in lines}
 
 
 def find_open_files() -> Finding:
@@ -304,9 +299,8 @@ def describe_machine() -> dict[str, Any]:
     """Return the facts behind figures: processor, cores, system, load, versions of packages."""
     processor = platform.processor()
     with suppress(OSError):
-        for line in reversed(Path("/proc/cpuinfo").read_text().splitlines()):
-            if line.startswith("model name"):
-                processor = line.partition(":")[2].strip()
+        named = re.search(r"^model name\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        processor = named[1].strip() if named else processor
     packages = {name: installed_version(name) for name in _PACKAGES}
     return {
         "processor": processor,

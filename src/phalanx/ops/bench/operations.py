@@ -277,14 +277,12 @@ _TOLERANCE = 0.01
 
 
 class TrainingTask(NamedTuple):
-    """A training task: `depth` layers of `width` x `width`, `batch` samples on each rank, and one
-    of `OPTIMIZERS`.
-    """
+    """A training task: `depth` layers of `width` x `width`."""
 
     width: int
     depth: int
-    batch: int
-    optimizer: str = "sgd"
+    batch: int  # samples on each rank
+    optimizer: str = "sgd"  # one of `OPTIMIZERS`
 
     def make_model(self) -> nn.Module:
         """Return the plain model, the same on every rank."""
