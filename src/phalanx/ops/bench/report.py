@@ -202,9 +202,7 @@ def _wrong(count: int | None) -> str:
 
 
 def _us(us: float | None) -> str:
-    if us is None:
-        return ""
-    return f"{us:,.1f}" if us < 100 else f"{us:,.0f}"
+    return "" if us is None else f"{us:,.{1 if us < 100 else 0}f}"
 
 
 # ------------------------------------------------------------------------------
