@@ -17,17 +17,8 @@ from functools import partial
 from pathlib import Path
 
 from phalanx.errors import MisuseError
+from phalanx.ops.observe.watch import nodes
 from phalanx.ops.observe.watch.folder import GONE, PERIOD, VARIABLE, WatchFolder, private_folders
-from phalanx.ops.observe.watch.nodes import (
-    FIRST,
-    SILENCE,
-    Read,
-    RemoteNode,
-    WholeJob,
-    all_of,
-    as_address,
-    token_for_watchers,
-)
 from phalanx.ops.observe.watch.state import JobState, RankState
 from phalanx.wire.control import Answer, chain_of_waits
 
@@ -39,7 +30,7 @@ _MEMORY = 5.0  # seconds over which shares of time are averaged, to find the slo
 
 
 def follow(
-    read: Read, *, period: float = PERIOD, sleep: Callable[[float], object] = time.sleep
+    read: nodes.Read, *, period: float = PERIOD, sleep: Callable[[float], object] = time.sleep
 ) -> Iterator[JobState]:
     """Yield states of a job, one each `period` seconds; the last one has `ended`.
 
@@ -58,13 +49,13 @@ def follow(
         yield state
 
 
-def snapshot(read: Read) -> JobState | None:
+def snapshot(read: nodes.Read) -> JobState | None:
     """Return one state, when the ranks have published, or a moment later. None: it is gone."""
     began, state = time.monotonic(), None
     known = began  # when something was known of all nodes
     for state in follow(read):
         now, starting = time.monotonic(), [r for r in state.ranks if r.status == "starting"]
-        if now < began + FIRST and any(not rank.pid for rank in starting):
+        if now < began + nodes.FIRST and any(not rank.pid for rank in starting):
             known = now
         elif now - known > (_FIRST if starting else 2 * PERIOD):  # launchers publish in a `PERIOD`
             break
@@ -122,7 +113,7 @@ class Gatherer:
         published, came = self._published.get(state.rank, (None, now))
         if published != state.time:
             self._published[state.rank] = state.time, now
-        elif now - came > SILENCE and not state.reason:
+        elif now - came > nodes.SILENCE and not state.reason:
             state.reason = f"it has published nothing for {now - came:.0f} s"
 
 
@@ -221,7 +212,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 # Which job.
 
 
-def find_job(*places: str) -> Read:
+def find_job(*places: str) -> nodes.Read:
     """Return a reader of a job's states: of that at these places, or this user's only one here.
 
     places   a folder, as PHALANX_WATCH named it for the job, or one of those that `jobs` lists; or
@@ -230,13 +221,15 @@ def find_job(*places: str) -> Read:
     `MisuseError` if there is none; if there are several, it lists them.
     """
     places = tuple(place for place in places if place)
-    endpoints = [as_address(place) for place in places]
+    endpoints = [nodes.as_address(place) for place in places]
     if places and None not in endpoints:
-        token = token_for_watchers(places[0])
-        nodes = [RemoteNode(str(each), each, token) for each in endpoints if each is not None]
-        for node in nodes:
-            node.take()
-        return all_of(nodes)
+        token = nodes.token_for_watchers(places[0])
+        remotes = [
+            nodes.RemoteNode(str(each), each, token) for each in endpoints if each is not None
+        ]
+        for remote in remotes:
+            remote.take()
+        return nodes.all_of(remotes)
     if len(places) > 1:
         raise MisuseError(
             f"phalanx watch {' '.join(places)}: it is one folder, or a list of host:port"
@@ -251,7 +244,7 @@ def find_job(*places: str) -> Read:
         folder = WatchFolder(path)
     else:
         folder = choose(jobs())
-    return WholeJob(folder)
+    return nodes.WholeJob(folder)
 
 
 def choose(found: Sequence[tuple[WatchFolder, JobState]]) -> WatchFolder:
