@@ -89,11 +89,10 @@ def find_torch() -> Finding:
 
 def find_packages(requirements: Sequence[str] | None = None) -> Finding:
     """Return whether Phalanx's packages are there, in sufficient versions."""
-    if requirements is None:
-        requirements = requires("phalanx") or []
     found: list[str] = []
     wrong: list[str] = []
-    for name, least, extra in map(parse_requirement, requirements):
+    given = requirements if requirements is not None else requires("phalanx") or []
+    for name, least, extra in map(parse_requirement, given):
         if extra:
             continue
         has = installed_version(name)
@@ -301,14 +300,13 @@ def describe_machine() -> dict[str, Any]:
     with suppress(OSError):
         named = re.search(r"^model name\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         processor = named[1].strip() if named else processor
-    packages = {name: installed_version(name) for name in _PACKAGES}
     return {
         "processor": processor,
         "cores": usable_cores(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "load": round(os.getloadavg()[0], 2),
-        "packages": {name: has for name, has in packages.items() if has},
+        "packages": {name: has for name in _PACKAGES if (has := installed_version(name))},
     }
 
 

@@ -76,12 +76,11 @@ def _indented(value: object) -> bytes:
 
 def as_json(report: BenchReport) -> bytes:
     """Return the request, the machine, and for each line its figures and all rounds."""
-    left_out = [msgspec.structs.asdict(left) for left in report.left_out]
     return _indented(
         {
             "ask": report.request,
             "machine": report.machine,
-            "left_out": left_out,
+            "left_out": [msgspec.structs.asdict(left) for left in report.left_out],
             "lines": [_figures(report, line) for line in report.lines],
         }
     )

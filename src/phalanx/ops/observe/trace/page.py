@@ -162,7 +162,7 @@ def write_page(merged: MergedTrace, path: Path) -> None:
 
 def _data(merged: MergedTrace) -> str:
     """Return the timeline's data: for each rank and bin, the share of each state."""
-    width = merged.profile.span / 1e6 / BINS
+    width = merged.profile.seconds / BINS
     shares = []
     for rank in merged.ranks:
         each = (seconds / width for number in range(BINS) for seconds in rank.states(number))
