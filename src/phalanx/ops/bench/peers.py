@@ -38,7 +38,6 @@ from phalanx.ops.bench.operations import (
     STEPS,
     TASKS,
     BenchOperation,
-    Factory,
     PreparedCall,
     TrainedModel,
     TrainingStep,
@@ -244,11 +243,7 @@ class Phalanx(Peer):
         model = DDP(module, self.backend)
         trained = replicated(model, module)
         if way == "sharded":
-
-            def sharded(factory: Factory) -> ShardedOptimizer:
-                return ShardedOptimizer(factory, model)
-
-            return trained._replace(optimizer=sharded)
+            return trained._replace(optimizer=lambda factory: ShardedOptimizer(factory, model))
         if way == "step":
 
             def in_step(loss: Callable[[], Tensor]) -> None:
@@ -320,17 +315,15 @@ class TorchDistributed(Peer):
     def _collective(self, call: PreparedCall) -> Call:
         operation, source = call.operation, call.source
         function = partial(self._functions[operation.name], group=self._group)
+        given = [] if operation.in_place else [source]
         if not call.fresh:
-            return partial(function, call.out, *([] if operation.in_place else [source]))
+            return partial(function, call.out, *given)
         elements = elements_of(operation.expected, self.size, call.n)
 
         def into_new() -> Tensor:
-            if operation.in_place:
-                result = source.clone()
-                function(result)
-            else:
-                result = torch.empty(elements, device=source.device)
-                function(result, source)
+            in_place = operation.in_place
+            result = source.clone() if in_place else torch.empty(elements, device=source.device)
+            function(result, *given)
             return result
 
         return into_new

@@ -52,7 +52,6 @@ class BenchReport:
 
     @property
     def wrong(self) -> list[ResultLine]:
-        """Return the lines with wrong results."""
         return [line for line in self.lines if line.wrong]
 
     def beside(self, line: ResultLine, peer: str) -> ResultLine | None:

@@ -242,7 +242,6 @@ class _Entries:
             )
 
     def is_tensor(self, key: str) -> bool:
-        """Return whether an entry is a tensor."""
         return isinstance(self._all[key], TensorStorageMetadata)
 
     def get(self, key: str) -> Any:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 from phalanx.errors import MisuseError
@@ -198,13 +199,9 @@ def call_in_words(state: RankState) -> str:
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
     """Return `rank 3`, `ranks 3 and 5`, `ranks 1 to 4, 7`."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    words = [str(a) if a == b else f"{a} to {b}" for a, b in spans]
+    runs = groupby(enumerate(ranks), key=lambda placed: placed[1] - placed[0])
+    spans = [[rank for _, rank in run] for _, run in runs]
+    words = [f"{span[0]} to {span[-1]}" if span[1:] else str(span[0]) for span in spans]
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}"
 
 

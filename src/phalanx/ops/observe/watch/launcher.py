@@ -33,10 +33,8 @@ from phalanx.wire.control import Endpoint
 
 
 class NodeWatch(Observer):
-    """The publisher of one host's launcher.
-
-    `private` is the folder that was made for this job alone, "" if there is none: the end of the
-    job removes it. If no folder can be made, a line on stderr says so, and the job goes on.
+    """The publisher of one host's launcher. If no folder can be made, a line on stderr says so, and
+    the job goes on.
     """
 
     def __init__(self, name: str, node: int, environ: Mapping[str, str]) -> None:

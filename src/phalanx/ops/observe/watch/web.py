@@ -158,8 +158,6 @@ class Feed:
 class PageServer(HttpServer):
     """Serves the page of one feed on loopback, at a port of its own if it is 0.
 
-    address   to open in a browser; anybody with it has access
-
     Raises `MisuseError` if the port is not available.
     """
 
@@ -176,6 +174,7 @@ class PageServer(HttpServer):
         self.feed = feed
         self.word = secrets.token_urlsafe(24)
         self.port = listener.getsockname()[1]
+        # To open in a browser; anybody with it has access.
         self.address = f"http://127.0.0.1:{self.port}/{self.word}/"
         self._page, policy = assemble(__package__, more_policy="; connect-src 'self'")
         self.headers = (
