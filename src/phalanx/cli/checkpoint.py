@@ -133,20 +133,18 @@ def verify_command(*, folder: Folder, step: Step = None) -> None:
     from phalanx.errors import CheckpointDamagedError, CheckpointIOError  # noqa: PLC0415
 
     paths = _done("verify", lambda: checkpoints_in(folder, step))
-    damaged: list[Exception] = []
+    damaged: list[str] = []
     fine: list[str] = []
     with _progress("verify") as begin:
         advance = begin(sum(map(nbytes_in, paths)))
         for path in paths:
             try:
                 nbytes = _done("verify", partial(verify, path, advance))
-                fine.append(f"{path}: {_size(nbytes)}")
+                fine.append(f"ok       {path}: {_size(nbytes)}")
             except (CheckpointDamagedError, CheckpointIOError) as error:
-                damaged.append(error)
-    for problem in damaged:
-        _say(f"damaged  {problem}")
-    for line in fine:
-        _say(f"ok       {line}")
+                damaged.append(f"damaged  {error}")
+    for line in (*damaged, *fine):
+        _say(line)
     raise typer.Exit(1 if damaged else 0)
 
 

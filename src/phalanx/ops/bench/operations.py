@@ -11,6 +11,7 @@ compared with the machine's limit for any number of ranks: n bytes in t seconds 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -152,10 +153,7 @@ def longest_stretch(operation: BenchOperation, size: int, *, in_place: bool) -> 
         return 1000
     largest = size * (PERIOD - 1) + size * (size + 1) // 2
     limit = 1 << (126 if size & (size - 1) == 0 else 24)
-    calls = 1
-    while largest * size**calls < limit:
-        calls += 1
-    return calls
+    return next(calls for calls in itertools.count(1) if largest * size**calls >= limit)
 
 
 # ------------------------------------------------------------------------------

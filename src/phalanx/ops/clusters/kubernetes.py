@@ -44,6 +44,7 @@ TOKEN_FOLDER = "/var/run/secrets/phalanx"
 SHM = "/dev/shm"
 _CONTAINER = "node"  # also of Kubeflow's runtimes
 _JOB = "node"  # of a JobSet, whose only one it is
+_RESTARTS = 3  # unless --max-restarts says
 
 Object = dict[str, Any]  # an object of Kubernetes, as JSON has it
 
@@ -268,9 +269,6 @@ def _indexed_job(job: KubernetesJob, subdomain: str, master: str, action: str) -
             }
         },
     }
-
-
-_RESTARTS = 3  # unless --max-restarts says
 
 
 def _restarts(job: KubernetesJob) -> int:

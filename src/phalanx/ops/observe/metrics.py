@@ -81,7 +81,10 @@ def begin(backend: Backend, _: object = None, environ: Mapping[str, str] = os.en
         return
     endpoint = where._replace(port=where.port + backend.local_rank)
     try:
-        listener = _listen(endpoint)
+        if endpoint.port > 65535:
+            raise OverflowError("the last port is 65535")
+        family, _, _, _, address = socket.getaddrinfo(*endpoint, type=socket.SOCK_STREAM)[0]
+        listener = listen_at(family, address, backlog=CONNECTIONS)
     except (OSError, OverflowError) as error:
         log.warning(
             "rank %d serves no metrics: it cannot listen at %s (%s=%s, and %d ranks of this host "
@@ -98,13 +101,6 @@ def begin(backend: Backend, _: object = None, environ: Mapping[str, str] = os.en
     if not is_loopback(endpoint.host):
         names.add(socket.getfqdn())  # which may ask a name server
     MetricsServer(engine, listener, names)
-
-
-def _listen(endpoint: Endpoint) -> socket.socket:
-    if endpoint.port > 65535:
-        raise OverflowError("the last port is 65535")
-    family, _, _, _, address = socket.getaddrinfo(*endpoint, type=socket.SOCK_STREAM)[0]
-    return listen_at(family, address, backlog=CONNECTIONS)
 
 
 # ------------------------------------------------------------------------------

@@ -125,11 +125,11 @@ def stalled(ranks: Sequence[RankState]) -> list[int]:
     they wait for each other.
     """
     states = {state.rank: state for state in ranks}
-    waiting = [state for state in ranks if state.status == "running" and state.waits_for]
     given_up = {state.rank for state in ranks if state.status in TROUBLE}
     stuck = [
         state
-        for state in waiting
+        for state in ranks
+        if state.status == "running" and state.waits_for
         if state.seconds_in >= STALL or not given_up.isdisjoint(state.waits_for)
     ]
     if not stuck:
