@@ -88,7 +88,6 @@ def find_torch() -> Finding:
 
 
 def find_packages(requirements: Sequence[str] | None = None) -> Finding:
-    """Return whether Phalanx's packages are there, in sufficient versions."""
     found: list[str] = []
     wrong: list[str] = []
     given = requirements if requirements is not None else requires("phalanx") or []

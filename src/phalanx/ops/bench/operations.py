@@ -35,8 +35,7 @@ class ValueRange(NamedTuple):
     shift: float
 
 
-Values = tuple[ValueRange, ...]
-"""What memory holds: ranges, one after the other. Nothing: the values do not matter."""
+Values = tuple[ValueRange, ...]  # in memory, one after the other; none: they do not matter
 
 
 def values_of(what: str, r: int, p: int, n: int) -> Values:
@@ -159,8 +158,7 @@ def longest_stretch(operation: BenchOperation, size: int, *, in_place: bool) -> 
 # ------------------------------------------------------------------------------
 # Filling memory with ranks' inputs, and comparing results with the expected ones.
 
-POISON = -1.0
-"""What memory holds before a call has to overwrite it: no result is negative."""
+POISON = -1.0  # in memory that a call has to overwrite: no result is negative
 
 _BLOCK = PERIOD << 13  # elements: they stay in a core's cache
 
@@ -258,8 +256,7 @@ class PreparedCall:
 # Linear layers with ReLU between them, float32. `alone` is the same step without any communication,
 # on all ranks at the same time.
 
-Factory = Callable[..., Optimizer]
-"""Makes an optimizer of parameters."""
+Factory = Callable[..., Optimizer]  # makes an optimizer of parameters
 OPTIMIZERS: Mapping[str, Factory] = MappingProxyType(
     {
         "sgd": partial(torch.optim.SGD, lr=0.5),
@@ -270,8 +267,7 @@ OPTIMIZERS: Mapping[str, Factory] = MappingProxyType(
 STEPS = ("step", "sharded")
 """Ways to train with `phalanx.DDP` beside the plain one, requested as algorithms: in `DDP.step`,
 and with a `ShardedOptimizer`."""
-_TOLERANCE = 0.01
-"""Of what training has changed, per tensor: rounding is a hundredth of it."""
+_TOLERANCE = 0.01  # of what training has changed, per tensor: rounding is a hundredth of it
 
 
 class TrainingTask(NamedTuple):
@@ -318,8 +314,7 @@ def task_of(operation: str, width: int, optimizer: str = "sgd") -> TrainingTask:
     return task._replace(width=width) if width else task
 
 
-Tensors = dict[str, Tensor]
-"""All parameters, whole, by the names of the plain model."""
+Tensors = dict[str, Tensor]  # all parameters, whole, by the names of the plain model
 
 
 def _backward(loss: Callable[[], Tensor]) -> None:
@@ -339,8 +334,7 @@ class TrainedModel(NamedTuple):
     optimizer: Callable[[Factory], Optimizer] | None = None
 
 
-Wrap = Callable[[nn.Module], TrainedModel]
-"""Turns the plain model into one that is trained on this rank."""
+Wrap = Callable[[nn.Module], TrainedModel]  # makes the plain model one that is trained here
 
 
 def replicated(model: nn.Module, plain: nn.Module | None = None) -> TrainedModel:

@@ -24,8 +24,7 @@ from phalanx.ops.bench.operations import BenchOperation
 from phalanx.ops.bench.peers import Peer, RankContext
 from phalanx.ops.machine import read_sizes
 
-SMALL = 8
-"""The width of layers that count for nothing."""
+SMALL = 8  # the width of layers that count for nothing
 STEPS_OF_A_PEAK = 10
 
 

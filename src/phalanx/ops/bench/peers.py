@@ -377,7 +377,6 @@ def fully_sharded_by_torch(module: nn.Module, group: Any) -> TrainedModel:
 _ANY_PORT = 9  # nothing is sent there
 
 MOVING = tuple(name for name, row in OPERATIONS.items() if row.moves)
-"""What moves bytes of a message."""
 
 
 class Socket(Peer):
@@ -483,5 +482,4 @@ PEERS: PeerTable = MappingProxyType(
 """`phalanx-gloo` is Phalanx over Gloo, `gloo` is Gloo itself; `stock` is torch.distributed over
 Phalanx."""
 
-MACHINE = ("socket", "copy", "alone")
-"""Those that are no library, but what the machine can do."""
+MACHINE = ("socket", "copy", "alone")  # those that are no library, but what the machine can do

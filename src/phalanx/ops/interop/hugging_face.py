@@ -17,7 +17,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -214,7 +214,11 @@ def _with_dtype(
         raise MisuseError(f"{path} is not JSON: {error}") from None
     if not isinstance(read, dict):
         raise MisuseError(f"{path} is no configuration: it has a {type(read).__name__}")
-    dtype = _dtype_of(records.values())
+    sizes: Counter[str] = Counter()
+    for record in records.values():
+        if DTYPES[record.dtype].is_floating_point:
+            sizes[record.dtype] += nbytes_of(record)
+    dtype = max(sizes, key=sizes.__getitem__, default=None)  # the floating one of most bytes
     wrong = [key for key in _DTYPE_KEYS if dtype is not None and read.get(key, dtype) != dtype]
     if not wrong:
         return content
@@ -222,15 +226,6 @@ def _with_dtype(
         notes.append(f"{_CONFIG} says {key} {dtype}, as the model has it; it was {read[key]}")
         read[key] = dtype
     return json.dumps(read, indent=2).encode() + b"\n"
-
-
-def _dtype_of(records: Iterable[TensorRecord]) -> str | None:
-    """Return the floating dtype of most bytes."""
-    sizes: Counter[str] = Counter()
-    for record in records:
-        if DTYPES[record.dtype].is_floating_point:
-            sizes[record.dtype] += nbytes_of(record)
-    return max(sizes, key=sizes.__getitem__, default=None)
 
 
 def parse_size(text: str) -> int:

@@ -71,8 +71,7 @@ _decode = msgspec.json.Decoder(TraceEvent).decode
 _decode_args = msgspec.json.Decoder(EventArgs).decode
 
 _LONGEST = 1 << 20  # bytes of a line
-_BETWEEN = b" \r\t\n,"
-"""What is between events."""
+_BETWEEN = b" \r\t\n,"  # bytes between events
 
 
 @dataclass

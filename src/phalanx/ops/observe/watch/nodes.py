@@ -143,8 +143,7 @@ FIRST = 5.0  # seconds that a node has to say where it listens, and to answer
 _AGAIN = 1.0  # seconds between two calls
 _LAST_WORDS = 2.0  # seconds that the others have to say how their ranks ended
 
-Read = Callable[[], "JobState | None"]
-"""Asks for states, and returns the latest one; None if the job is gone."""
+Read = Callable[[], "JobState | None"]  # asks for states, returns the latest; None: it is gone
 
 
 class RemoteNode:
