@@ -51,7 +51,7 @@ BUDGETS = {  # of each package: lines, files
     ".": (930, 7),  # the package's own files
     "aggregation": (1_817, 7),
     "checkpoint": (3_614, 14),
-    "cli": (1_109, 6),
+    "cli": (1_057, 6),
     "collectives": (5_202, 24),
     "compression": (1_770, 7),
     "core": (5_577, 21),
@@ -59,11 +59,11 @@ BUDGETS = {  # of each package: lines, files
     "fsdp": (2_746, 10),
     "launch": (4_332, 21),
     "native": (2_305, 8),
-    "ops": (730, 3),  # without its packages
-    "ops.bench": (2_336, 8),
-    "ops.clusters": (870, 5),
-    "ops.interop": (925, 4),
-    "ops.observe": (3_973, 19),
+    "ops": (714, 3),  # without its packages
+    "ops.bench": (2_231, 8),
+    "ops.clusters": (840, 5),
+    "ops.interop": (905, 4),
+    "ops.observe": (3_753, 18),
     "optim": (410, 3),
     "parallel": (5_034, 23),
     "pipeline": (2_102, 8),
