@@ -35,7 +35,7 @@ class ValueRange(NamedTuple):
     shift: float
 
 
-Values = tuple[ValueRange, ...]  # in memory, one after the other; none: they do not matter
+Values = tuple[ValueRange, ...]  # of memory, one after the other; none: its values do not matter
 
 
 def values_of(what: str, r: int, p: int, n: int) -> Values:
@@ -158,7 +158,7 @@ def longest_stretch(operation: BenchOperation, size: int, *, in_place: bool) -> 
 # ------------------------------------------------------------------------------
 # Filling memory with ranks' inputs, and comparing results with the expected ones.
 
-POISON = -1.0  # in memory that a call has to overwrite: no result is negative
+POISON = -1.0  # what memory holds before a call has to overwrite it: no result is negative
 
 _BLOCK = PERIOD << 13  # elements: they stay in a core's cache
 
@@ -225,9 +225,9 @@ class PreparedCall:
     fresh: bool = False  # `call` returns the result in new memory, which is `out` until the next
     algorithm: str = "auto"  # or one that was requested by name
     call: Callable[[], object] = lambda: None  # runs it once, and blocks as the library's own does
-    # Waits until the last call has arrived, for calls that return before. Timed, as `call` is.
+    # Waits until the last has arrived, for calls that return before. Only it and `call` are timed.
     finish: Callable[[], object] = lambda: None
-    load: Callable[[], object] = lambda: None  # takes over `source`, if memory of its own is needed
+    load: Callable[[], object] = lambda: None  # takes `source` into the library's own memory
     store: Callable[[], object] = lambda: None  # brings the result to `out`
     # Counts wrong elements after so many calls, besides those of `out`.
     count_wrong: Callable[[int], int] = lambda calls: 0
@@ -334,7 +334,7 @@ class TrainedModel(NamedTuple):
     optimizer: Callable[[Factory], Optimizer] | None = None
 
 
-Wrap = Callable[[nn.Module], TrainedModel]  # makes the plain model one that is trained here
+Wrap = Callable[[nn.Module], TrainedModel]  # turns the plain model into one that is trained here
 
 
 def replicated(model: nn.Module, plain: nn.Module | None = None) -> TrainedModel:

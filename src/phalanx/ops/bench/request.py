@@ -40,15 +40,15 @@ class BenchRequest(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int = 11
     seconds: float = 0.02
     memories: tuple[str, ...]  # names of `MEMORY_KINDS`, for peers that have them
-    algorithms: tuple[str, ...]  # for peers that have any; "fixed" is each, "all" `auto`, too
+    algorithms: tuple[str, ...]  # of peers that have any; "fixed": each by name, "all": also auto
     threads: int = 1
     timeout: float = 240.0  # seconds that a rank waits for another
     baseline: str = "gloo"
     width: int = 0  # of the layers of a trained model; 0: each operation's own
     optimizer: str = "sgd"  # of a trained model: a name of `OPTIMIZERS`
     beside: int = 0  # busy processes on each host, beside the ranks
-    back_to_back: bool = False  # a round's figure is the median of `MANY_CALLS` or more, no mean
-    peaks: bool = False  # also those of memory. Ranks that are asked for these take no times
+    back_to_back: bool = False  # a figure is the median of `MANY_CALLS` or more, not their mean
+    peaks: bool = False  # also the peaks of memory. Ranks that are asked for these take no times
 
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.threads < 1 or not 0 < self.seconds < 60:

@@ -85,7 +85,7 @@ class RankProfile:
     errors: int = 0
     last: int = 0  # number of collectives that it was the last rank to start
     late: float = 0.0  # seconds by which it was the last, in all
-    # Between its start and its last operation; with one under way, blocked in it, and for others.
+    # Between its start and last operation; with one under way; blocked in one; waiting for others.
     present: array[float] = field(default_factory=lambda: array("d", bytes(8 * BINS)))
     under_way: array[float] = field(default_factory=lambda: array("d", bytes(8 * BINS)))
     blocked: array[float] = field(default_factory=lambda: array("d", bytes(8 * BINS)))

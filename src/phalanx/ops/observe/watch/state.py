@@ -51,7 +51,7 @@ class RankState(msgspec.Struct, kw_only=True):
     where: str = ""  # the line of the program, such as "train.py:57"
     sequence: int | None = None  # the number of the call in its group
     seconds_in: float = 0.0  # for which the call has been under way
-    waits_for: list[int] = msgspec.field(default_factory=list)  # ranks of the job, in the call now
+    waits_for: list[int] = msgspec.field(default_factory=list)  # of the job; empty: it computes
     last_call: str = ""  # the call that ended last, in words
     # Shares of time (0..1) since the state before this one: in which calls were under way while it
     # computed, and blocked in calls. In the rest it computed, no more.
