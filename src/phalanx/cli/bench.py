@@ -16,90 +16,27 @@ if TYPE_CHECKING:
 
 _WIDEST = 1000  # characters of a line
 
-# Options whose words need an explanation. The others are in the command's signature.
-
-Operations = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[OPERATION]...",
-        help="all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, reduce, gather, "
-        "scatter, p2p (ping_pong and stream), barrier; or ddp and fsdp, training steps.",
-        show_default="all_reduce",
-    ),
-]
-Backends = Annotated[
-    str,
-    typer.Option(
-        help="Which take part: shm, hybrid, tcp (Phalanx's own), phalanx-gloo, phalanx-mpi "
-        "(Phalanx over those; MPI's ranks are mpirun's), stock (torch.distributed over Phalanx), "
-        "gloo (itself)."
-    ),
-]
-Memories = Annotated[
-    str,
-    typer.Option(
-        help="Kinds of memory: ordinary (in place, or into given memory), registered (from "
-        "backend.empty), fresh (a new result each time), into (not in place)."
-    ),
-]
-Algorithms = Annotated[
-    str,
-    typer.Option(help="Of Phalanx's backends: auto; ring, direct, ...; fixed (each by name); all."),
-]
-Machine = Annotated[
-    bool, typer.Option(help="Also time a plain socket pair (one way), a memory copy, a step alone.")
-]
-Width = Annotated[
-    int,
-    typer.Option(
-        help="Of the layers of a training step.", show_default="1024 for ddp, 2048 for fsdp"
-    ),
-]
-OptimizerName = Annotated[
-    str,
-    typer.Option(
-        "--optimizer",
-        help="Of a training step: sgd, adamw, adafactor. With --algorithms all, ddp is also timed "
-        "in DDP.step, and sharded, with a ShardedOptimizer.",
-    ),
-]
-Beside = Annotated[
-    int,
-    typer.Option(
-        metavar="N", help="Busy processes on each host, beside the ranks, as a data loader is."
-    ),
-]
-BackToBack = Annotated[
-    bool,
-    typer.Option(
-        "--back-to-back",
-        help="At least 20 calls a round, and the median call of the slowest rank: if a root may "
-        "run ahead, the mean of a few calls hides the waits of the others.",
-    ),
-]
-Peaks = Annotated[
-    bool,
-    typer.Option(
-        "--peaks",
-        help="Of training steps: also the peak of a rank's memory, in fresh processes for each "
-        "library; and the peak where the C library gives freed memory back at once.",
-    ),
-]
-TuningFile = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Time every algorithm of Phalanx's backends, and write there which is the best "
-        "when: with PHALANX_TUNING=FILE, auto picks by it.",
-    ),
-]
-
 
 def bench_command(
     context: typer.Context,
     *,
-    operations: Operations = None,
-    backends: Backends = "shm,tcp,stock,gloo",
+    operations: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[OPERATION]...",
+            help="all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, reduce, gather, "
+            "scatter, p2p (ping_pong and stream), barrier; or ddp and fsdp, training steps.",
+            show_default="all_reduce",
+        ),
+    ] = None,
+    backends: Annotated[
+        str,
+        typer.Option(
+            help="Which take part: shm, hybrid, tcp (Phalanx's own), phalanx-gloo, phalanx-mpi "
+            "(Phalanx over those; MPI's ranks are mpirun's), stock (torch.distributed over "
+            "Phalanx), gloo (itself)."
+        ),
+    ] = "shm,tcp,stock,gloo",
     ranks: Annotated[str, typer.Option(metavar="N,...", help="Numbers of ranks.")] = "2",
     sizes: Annotated[
         str, typer.Option(help="Bytes of a message: ranges and lists, as in 8..256M or 8,64K,16M.")
@@ -109,20 +46,72 @@ def bench_command(
     seconds: Annotated[float, typer.Option(help="What a round of small messages should take.")] = (
         0.02
     ),
-    memory: Memories = "ordinary,registered",
-    algorithms: Algorithms = "auto",
-    machine: Machine = True,
+    memory: Annotated[
+        str,
+        typer.Option(
+            help="Kinds of memory: ordinary (in place, or into given memory), registered (from "
+            "backend.empty), fresh (a new result each time), into (not in place)."
+        ),
+    ] = "ordinary,registered",
+    algorithms: Annotated[
+        str,
+        typer.Option(
+            help="Of Phalanx's backends: auto; ring, direct, ...; fixed (each by name); all."
+        ),
+    ] = "auto",
+    machine: Annotated[
+        bool,
+        typer.Option(help="Also time a plain socket pair (one way), a memory copy, a step alone."),
+    ] = True,
     baseline: Annotated[str, typer.Option(help="Which the others are compared with.")] = "gloo",
-    width: Width = 0,
-    optimizer: OptimizerName = "sgd",
+    width: Annotated[
+        int,
+        typer.Option(
+            help="Of the layers of a training step.", show_default="1024 for ddp, 2048 for fsdp"
+        ),
+    ] = 0,
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            "--optimizer",
+            help="Of a training step: sgd, adamw, adafactor. With --algorithms all, ddp is also "
+            "timed in DDP.step, and sharded, with a ShardedOptimizer.",
+        ),
+    ] = "sgd",
     threads: Annotated[int, typer.Option(help="Threads of torch in each rank.")] = 1,
-    beside: Beside = 0,
-    back_to_back: BackToBack = False,
-    peaks: Peaks = False,
+    beside: Annotated[
+        int,
+        typer.Option(
+            metavar="N", help="Busy processes on each host, beside the ranks, as a data loader is."
+        ),
+    ] = 0,
+    back_to_back: Annotated[
+        bool,
+        typer.Option(
+            "--back-to-back",
+            help="At least 20 calls a round, and the median call of the slowest rank: if a root "
+            "may run ahead, the mean of a few calls hides the waits of the others.",
+        ),
+    ] = False,
+    peaks: Annotated[
+        bool,
+        typer.Option(
+            "--peaks",
+            help="Of training steps: also the peak of a rank's memory, in fresh processes for each "
+            "library; and the peak where the C library gives freed memory back at once.",
+        ),
+    ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there.")
     ] = None,
-    tune: TuningFile = None,
+    tune: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Time every algorithm of Phalanx's backends, and write there which is the best "
+            "when: with PHALANX_TUNING=FILE, auto picks by it.",
+        ),
+    ] = None,
 ) -> None:
     """Time operations of Phalanx beside other libraries, in the same processes.
 

@@ -29,7 +29,7 @@ from rich.filesize import decimal as _size
 from phalanx.errors import plain
 
 if TYPE_CHECKING:
-    from phalanx.checkpoint.stored import Advance
+    from phalanx.checkpoint.stored import Advance, Exported
 
 checkpoint_app = typer.Typer(help=__doc__, no_args_is_help=True)
 _T = TypeVar("_T")
@@ -133,20 +133,18 @@ def verify_command(*, folder: Folder, step: Step = None) -> None:
     from phalanx.errors import CheckpointDamagedError, CheckpointIOError  # noqa: PLC0415
 
     paths = _done("verify", lambda: checkpoints_in(folder, step))
-    damaged: list[Exception] = []
+    damaged: list[str] = []
     fine: list[str] = []
     with _progress("verify") as begin:
         advance = begin(sum(map(nbytes_in, paths)))
         for path in paths:
             try:
                 nbytes = _done("verify", partial(verify, path, advance))
-                fine.append(f"{path}: {_size(nbytes)}")
+                fine.append(f"ok       {path}: {_size(nbytes)}")
             except (CheckpointDamagedError, CheckpointIOError) as error:
-                damaged.append(error)
-    for problem in damaged:
-        _say(f"damaged  {problem}")
-    for line in fine:
-        _say(f"ok       {line}")
+                damaged.append(f"damaged  {error}")
+    for line in (*damaged, *fine):
+        _say(line)
     raise typer.Exit(1 if damaged else 0)
 
 
@@ -201,34 +199,29 @@ def export_command(
     if kind is Format.hf and model_only:
         raise MisuseError("--model-only is of --format dcp: hf has no optimizer")
     most = parse_size(shard_size)
-    checkpoint = _done("export", lambda: open_checkpoint(folder, step))
-    parts = _done("export", lambda: [open_checkpoint(each, step) for each in part or ()])
-    with _progress(f"export {kind.value}") as begin:
-        if kind is Format.dcp:
-            from phalanx.ops.interop.dcp_export import export_dcp  # noqa: PLC0415
+    checkpoint, *parts = (
+        _done("export", partial(open_checkpoint, each, step)) for each in (folder, *(part or ()))
+    )
+    convert: Callable[..., Exported] = partial(
+        export_hugging_face, parts=parts, shard_size=most, config=config
+    )
+    if kind is Format.dcp:
+        from phalanx.ops.interop.dcp_export import export_dcp  # noqa: PLC0415
 
-            exported = _done(
-                "export", lambda: export_dcp(checkpoint, out, model_only=model_only, begin=begin)
-            )
-        else:
-            exported = _done(
-                "export",
-                lambda: export_hugging_face(
-                    checkpoint, out, parts=parts, shard_size=most, config=config, begin=begin
-                ),
-            )
-            if config is None:
-                exported.notes.append(
-                    "from_pretrained needs a config.json beside them: --config copies one"
-                )
+        convert = partial(export_dcp, model_only=model_only)
+    with _progress(f"export {kind.value}") as begin:
+        exported = _done("export", partial(convert, checkpoint, out, begin=begin))
     for note in exported.notes:
         _say(f"Note: {note}")
+    if kind is Format.hf and config is None:
+        _say("Note: from_pretrained needs a config.json beside them: --config copies one")
     files = _count(len(exported.files), "file")
     _say(f"{out}: step {checkpoint.manifest.step}, {files}, {_size(exported.nbytes)}")
 
 
 @checkpoint_app.command("import")
 def import_command(
+    context: typer.Context,
     *,
     source: Annotated[Path, typer.Argument(metavar="DCP", help="What dcp.save has written.")],
     folder: Annotated[
@@ -265,19 +258,7 @@ def import_command(
     from phalanx.ops.interop.dcp_import import import_dcp  # noqa: PLC0415
 
     with _progress("import") as begin:
-        imported = _done(
-            "import",
-            lambda: import_dcp(
-                source,
-                folder,
-                trust_pickle=trust_pickle,
-                step=step,
-                model=model,
-                optimizer=optimizer,
-                optimizer_class=optimizer_class,
-                begin=begin,
-            ),
-        )
+        imported = _done("import", partial(import_dcp, **context.params, begin=begin))
     for note in imported.notes:
         _say(f"Note: {note}")
     _say(f"{imported.path}: step {imported.step}, {imported.tensors} tensors")
@@ -288,7 +269,7 @@ def import_command(
 
 
 def _done(what: str, attempt: Callable[[], _T]) -> _T:
-    """Call `convert`; raise an OSError in it as a Phalanx error that names the file."""
+    """Call `attempt`; raise an OSError in it as a Phalanx error that names the file."""
     from phalanx.checkpoint.group import CheckpointGroup  # noqa: PLC0415
 
     return CheckpointGroup(None, what, None).on_all(attempt)[0]

@@ -70,68 +70,8 @@ def slurm_command(
     typer.echo(f"{said}; its folder: {place}")
 
 
-# ------------------------------------------------------------------------------
-# Kubernetes.
-
-Kind = Annotated[
-    str,
-    typer.Option(
-        metavar="job|jobset|trainjob",
-        help="job: an indexed Job and a headless Service, as every cluster has them. jobset: a "
-        "JobSet (jobset.x-k8s.io/v1alpha2). trainjob: Kubeflow's TrainJob "
-        "(trainer.kubeflow.org/v1alpha1) with the runtime torch-distributed.",
-    ),
-]
-Memory = Annotated[
-    str,
-    typer.Option(
-        metavar="SIZE",
-        help="What a rank needs, such as 4Gi, with its part of what ranks share. The limit of a "
-        "pod is that of its ranks, and --shm.",
-        show_default="no limit",
-    ),
-]
-SharedMemory = Annotated[
-    str,
-    typer.Option(
-        metavar="SIZE",
-        help="Room in a pod's /dev/shm, such as 1Gi, for NCCL and torch's data loaders with "
-        "workers; Phalanx needs none.",
-        show_default="the cluster's",
-    ),
-]
-Volumes = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--volume",
-        metavar="CLAIM:PATH",
-        help="A PersistentVolumeClaim, and where the ranks see it: checkpoints belong on one that "
-        "all nodes may write (ReadWriteMany). Can be given several times.",
-    ),
-]
-User = Annotated[
-    int | None,
-    typer.Option(
-        metavar="UID",
-        help="The user and group of the ranks; volumes are given to this group.",
-        show_default="the image's",
-    ),
-]
-Grace = Annotated[
-    int,
-    typer.Option(metavar="SECONDS", help="From SIGTERM, when a pod has to go, until it is killed."),
-]
-Restarts = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        help="How often pods that have failed are started again (not for a TrainJob).",
-        show_default="3",
-    ),
-]
-
-
 def kubernetes_command(
+    context: typer.Context,
     *,
     script: Annotated[
         str, typer.Argument(metavar="SCRIPT", help="The script in the image, or with -m a module.")
@@ -142,17 +82,68 @@ def kubernetes_command(
     ranks: Annotated[
         int, typer.Option("-n", "--ranks", metavar="N", help="How many ranks in each pod.")
     ] = 1,
-    kind: Kind = "job",
+    kind: Annotated[
+        str,
+        typer.Option(
+            metavar="job|jobset|trainjob",
+            help="job: an indexed Job and a headless Service, as every cluster has them. jobset: a "
+            "JobSet (jobset.x-k8s.io/v1alpha2). trainjob: Kubeflow's TrainJob "
+            "(trainer.kubeflow.org/v1alpha1) with the runtime torch-distributed.",
+        ),
+    ] = "job",
     name: Annotated[
         str, typer.Option(metavar="NAME", help="Of the job.", show_default="the script's")
     ] = "",
     module: Module = False,
-    memory: Memory = "",
-    shm: SharedMemory = "",
-    volumes: Volumes = None,
-    user: User = None,
-    grace: Grace = 120,
-    max_restarts: Restarts = None,
+    memory: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="What a rank needs, such as 4Gi, with its part of what ranks share. The limit of "
+            "a pod is that of its ranks, and --shm.",
+            show_default="no limit",
+        ),
+    ] = "",
+    shm: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Room in a pod's /dev/shm, such as 1Gi, for NCCL and torch's data loaders with "
+            "workers; Phalanx needs none.",
+            show_default="the cluster's",
+        ),
+    ] = "",
+    volumes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--volume",
+            metavar="CLAIM:PATH",
+            help="A PersistentVolumeClaim, and where the ranks see it: checkpoints belong on one "
+            "that all nodes may write (ReadWriteMany). Can be given several times.",
+        ),
+    ] = None,
+    user: Annotated[
+        int | None,
+        typer.Option(
+            metavar="UID",
+            help="The user and group of the ranks; volumes are given to this group.",
+            show_default="the image's",
+        ),
+    ] = None,
+    grace: Annotated[
+        int,
+        typer.Option(
+            metavar="SECONDS", help="From SIGTERM, when a pod has to go, until it is killed."
+        ),
+    ] = 120,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="How often pods that have failed are started again (not for a TrainJob).",
+            show_default="3",
+        ),
+    ] = None,
 ) -> None:
     """Print the manifest of a job for Kubernetes: a pod for each node, which runs `phalanx run`.
 
@@ -167,22 +158,10 @@ def kubernetes_command(
     """
     from phalanx.ops.clusters import kubernetes  # noqa: PLC0415 -- other commands need none of it
 
-    job = kubernetes.KubernetesJob(
-        target=script,
-        args=tuple(args or ()),
-        module=module,
-        kind=kind,
-        name=name or kubernetes.name_of(script.rpartition(".")[2] if module else script),
-        image=image,
-        nodes=nodes,
-        ranks=ranks,
-        memory=memory,
-        shm=shm,
-        volumes=tuple(volumes or ()),
-        user=user,
-        grace=grace,
-        max_restarts=max_restarts,
-    )
+    options = {**context.params, "args": tuple(args or ()), "volumes": tuple(volumes or ())}
+    options["target"] = options.pop("script")  # the others are those of a job, by the same names
+    options["name"] = name or kubernetes.name_of(script.rpartition(".")[2] if module else script)
+    job = kubernetes.KubernetesJob(**options)
     text = kubernetes.as_yaml(kubernetes.make_manifest(job, secrets.token_hex(32)))
     if not volumes:
         sys.stderr.write(

@@ -108,7 +108,6 @@ class TensorBoard:
         )
 
     def write(self, step: int, means: Mapping[str, float]) -> None:
-        """Add an event with all scalars."""
         values = [
             self._summaries.Summary.Value(tag=name, simple_value=mean)
             for name, mean in means.items()
@@ -158,7 +157,6 @@ class MLflow:
         self._client.log_batch(self._run, metrics)
 
     def close(self) -> None:
-        """Set the run's status to ended."""
         self._client.set_terminated(self._run)
 
 

@@ -38,16 +38,12 @@ MIB, GIB = 1 << 20, 1 << 30
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check, in words for the user and for a bug report.
+    """The result of one check, in words for the user and for a bug report."""
 
-    status  "info" is neither good nor bad; with "fail" something does not work here
-    what    the fact
-    hint    the advice
-    """
-
+    # "info" is neither good nor bad; with "fail" something does not work here.
     status: Literal["ok", "info", "warn", "fail"]
-    what: str
-    hint: str = ""
+    what: str  # the fact
+    hint: str = ""  # the advice
 
 
 ok, info = partial(Finding, "ok"), partial(Finding, "info")
@@ -92,12 +88,10 @@ def find_torch() -> Finding:
 
 
 def find_packages(requirements: Sequence[str] | None = None) -> Finding:
-    """Return whether Phalanx's packages are there, in sufficient versions."""
-    if requirements is None:
-        requirements = requires("phalanx") or []
     found: list[str] = []
     wrong: list[str] = []
-    for name, least, extra in map(parse_requirement, requirements):
+    given = requirements if requirements is not None else requires("phalanx") or []
+    for name, least, extra in map(parse_requirement, given):
         if extra:
             continue
         has = installed_version(name)
@@ -202,13 +196,8 @@ def find_memory() -> Finding:
 
 def read_sizes(path: str) -> dict[str, int]:
     """Return the sizes in a file of Linux's /proc (`VmRSS:  12 kB`), in bytes."""
-    sizes = {}
-    for line in Path(path).read_text().splitlines():
-        name, _, value = line.partition(":")
-        words = value.split()
-        if len(words) == 2 and words[1] == "kB":
-            sizes[name] = int(words[0]) << 10
-    return sizes
+    lines = re.findall(r"^(.+):\s+(\d+) kB$", Path(path).read_text(), re.MULTILINE)
+    return {name: int(kib) << 10 for name, kib in lines}
 
 
 def find_open_files() -> Finding:
@@ -308,17 +297,15 @@ def describe_machine() -> dict[str, Any]:
     """Return the facts behind figures: processor, cores, system, load, versions of packages."""
     processor = platform.processor()
     with suppress(OSError):
-        for line in reversed(Path("/proc/cpuinfo").read_text().splitlines()):
-            if line.startswith("model name"):
-                processor = line.partition(":")[2].strip()
-    packages = {name: installed_version(name) for name in _PACKAGES}
+        named = re.search(r"^model name\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        processor = named[1].strip() if named else processor
     return {
         "processor": processor,
         "cores": usable_cores(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "load": round(os.getloadavg()[0], 2),
-        "packages": {name: has for name, has in packages.items() if has},
+        "packages": {name: has for name in _PACKAGES if (has := installed_version(name))},
     }
 
 

@@ -11,6 +11,7 @@ compared with the machine's limit for any number of ranks: n bytes in t seconds 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,8 +35,7 @@ class ValueRange(NamedTuple):
     shift: float
 
 
-Values = tuple[ValueRange, ...]
-"""What memory holds: ranges, one after the other. Nothing: the values do not matter."""
+Values = tuple[ValueRange, ...]  # of memory, one after the other; none: its values do not matter
 
 
 def values_of(what: str, r: int, p: int, n: int) -> Values:
@@ -78,23 +78,15 @@ def elements_of(what: str, p: int, n: int) -> int:
 
 @dataclass(frozen=True)
 class BenchOperation:
-    """One row: an operation, for p ranks and messages of n elements.
-
-    given     a rank's input, by a name that `values_of` knows
-    expected  its result afterwards
-    in_place  a call overwrites its input, unless other memory is requested
-    passes    how often (p-1)/p of the bytes pass a rank's link; 0: all of them pass, once
-    trips     messages that one call sends one after the other, of which one is shown
-    least     smallest number of calls in a round
-    """
+    """One row: an operation, for p ranks and messages of n elements."""
 
     name: str
-    given: str
-    expected: str
-    in_place: bool
-    passes: int
-    trips: int = 1
-    least: int = 1
+    given: str  # a rank's input, by a name that `values_of` knows
+    expected: str  # its result afterwards
+    in_place: bool  # a call overwrites its input, unless other memory is requested
+    passes: int  # how often (p-1)/p of the bytes pass a rank's link; 0: all of them pass, once
+    trips: int = 1  # messages that one call sends one after the other, of which one is shown
+    least: int = 1  # smallest number of calls in a round
 
     def bus(self, size: int) -> float:
         """Return the factor of the bus bandwidth."""
@@ -160,17 +152,13 @@ def longest_stretch(operation: BenchOperation, size: int, *, in_place: bool) -> 
         return 1000
     largest = size * (PERIOD - 1) + size * (size + 1) // 2
     limit = 1 << (126 if size & (size - 1) == 0 else 24)
-    calls = 1
-    while largest * size**calls < limit:
-        calls += 1
-    return calls
+    return next(calls for calls in itertools.count(1) if largest * size**calls >= limit)
 
 
 # ------------------------------------------------------------------------------
 # Filling memory with ranks' inputs, and comparing results with the expected ones.
 
-POISON = -1.0
-"""What memory holds before a call has to overwrite it: no result is negative."""
+POISON = -1.0  # what memory holds before a call has to overwrite it: no result is negative
 
 _BLOCK = PERIOD << 13  # elements: they stay in a core's cache
 
@@ -227,51 +215,30 @@ def kinds_for(operation: BenchOperation, requested: Sequence[str]) -> list[str]:
 
 @dataclass(eq=False)
 class PreparedCall:
-    """One operation of one peer on this rank's memory: `call()`, repeated, and then `finish()`.
+    """One operation of one peer on this rank's memory: `call()`, repeated, and then `finish()`."""
 
-    Made by a peer:
-
-    operation    its row, with input and expected output
-    n            elements of a whole message
-    source       this rank's input; written before calls
-    out          its output; checked after calls. The same memory in place
-    fresh        `call` returns the result in new memory, which is `out` until the next
-    algorithm    requested by name, or "auto"
-    call         runs it once. Blocks as the library's own call does
-    finish       waits until the last call has arrived, for calls that return before. Timed
-    load         takes over `source`, if the library needs it in memory of its own. Not timed
-    store        brings the result to `out`. Not timed
-    count_wrong  counts wrong elements after so many calls, besides those of `out`. Not timed
-    is_checked   whether its results have a meaning
-    own_steps    seconds that the optimizer took by itself, of each training step
-
-    Found by `time_rounds`:
-
-    optimizer    the median of `own_steps`, on the slowest rank; None if there are none
-    filled       whether `source` is written; other calls may write to the same memory
-    calls        in a round
-    seconds      of a call, in each round that counts, on the slowest rank
-    wrong        elements that came out wrong, on all ranks
-    """
-
-    operation: BenchOperation
-    n: int
-    source: Tensor
-    out: Tensor
-    fresh: bool = False
-    algorithm: str = "auto"
-    call: Callable[[], object] = lambda: None
+    # Made by a peer:
+    operation: BenchOperation  # its row, with input and expected output
+    n: int  # elements of a whole message
+    source: Tensor  # this rank's input; written before calls
+    out: Tensor  # its output; checked after calls. The same memory in place
+    fresh: bool = False  # `call` returns the result in new memory, which is `out` until the next
+    algorithm: str = "auto"  # or one that was requested by name
+    call: Callable[[], object] = lambda: None  # runs it once, and blocks as the library's own does
+    # Waits until the last has arrived, for calls that return before. Only it and `call` are timed.
     finish: Callable[[], object] = lambda: None
-    load: Callable[[], object] = lambda: None
-    store: Callable[[], object] = lambda: None
+    load: Callable[[], object] = lambda: None  # takes `source` into the library's own memory
+    store: Callable[[], object] = lambda: None  # brings the result to `out`
+    # Counts wrong elements after so many calls, besides those of `out`.
     count_wrong: Callable[[int], int] = lambda calls: 0
-    is_checked: bool = True
-    own_steps: list[float] = field(default_factory=list)
-    optimizer: float | None = None
-    filled: bool = False
-    calls: int = 1
-    seconds: list[float] = field(default_factory=list)
-    wrong: int = 0
+    is_checked: bool = True  # whether its results have a meaning
+    own_steps: list[float] = field(default_factory=list)  # seconds of the optimizer in each step
+    # Found by `time_rounds`:
+    optimizer: float | None = None  # the median of `own_steps`, if any, on the slowest rank
+    filled: bool = False  # whether `source` is written; other calls may write to the same memory
+    calls: int = 1  # in a round
+    seconds: list[float] = field(default_factory=list)  # of a call, by rounds, on the slowest rank
+    wrong: int = 0  # elements that came out wrong, on all ranks
 
     @property
     def in_place(self) -> bool:
@@ -289,8 +256,7 @@ class PreparedCall:
 # Linear layers with ReLU between them, float32. `alone` is the same step without any communication,
 # on all ranks at the same time.
 
-Factory = Callable[..., Optimizer]
-"""Makes an optimizer of parameters."""
+Factory = Callable[..., Optimizer]  # makes an optimizer of parameters
 OPTIMIZERS: Mapping[str, Factory] = MappingProxyType(
     {
         "sgd": partial(torch.optim.SGD, lr=0.5),
@@ -301,19 +267,16 @@ OPTIMIZERS: Mapping[str, Factory] = MappingProxyType(
 STEPS = ("step", "sharded")
 """Ways to train with `phalanx.DDP` beside the plain one, requested as algorithms: in `DDP.step`,
 and with a `ShardedOptimizer`."""
-_TOLERANCE = 0.01
-"""Of what training has changed, per tensor: rounding is a hundredth of it."""
+_TOLERANCE = 0.01  # of what training has changed, per tensor: rounding is a hundredth of it
 
 
 class TrainingTask(NamedTuple):
-    """A training task: `depth` layers of `width` x `width`, `batch` samples on each rank, and one
-    of `OPTIMIZERS`.
-    """
+    """A training task: `depth` layers of `width` x `width`."""
 
     width: int
     depth: int
-    batch: int
-    optimizer: str = "sgd"
+    batch: int  # samples on each rank
+    optimizer: str = "sgd"  # one of `OPTIMIZERS`
 
     def make_model(self) -> nn.Module:
         """Return the plain model, the same on every rank."""
@@ -351,8 +314,7 @@ def task_of(operation: str, width: int, optimizer: str = "sgd") -> TrainingTask:
     return task._replace(width=width) if width else task
 
 
-Tensors = dict[str, Tensor]
-"""All parameters, whole, by the names of the plain model."""
+Tensors = dict[str, Tensor]  # all parameters, whole, by the names of the plain model
 
 
 def _backward(loss: Callable[[], Tensor]) -> None:
@@ -360,26 +322,19 @@ def _backward(loss: Callable[[], Tensor]) -> None:
 
 
 class TrainedModel(NamedTuple):
-    """A model that trains on this rank, with any library. Every rank calls the functions.
+    """A model that trains on this rank, with any library. Every rank calls the functions."""
 
-    model      is called with this rank's samples
-    whole      returns the parameters
-    restore    gives the parameters their former values
-    average    runs between the backward pass and the optimizer's step
-    passes     runs the forward pass, which returns the mean over this rank's samples, and backward
-    optimizer  makes the optimizer from its factory; None: of the model's parameters
-    """
-
-    model: nn.Module
-    whole: Callable[[], Tensors]
-    restore: Callable[[Tensors], object]
-    average: Callable[[], object] = lambda: None
+    model: nn.Module  # is called with this rank's samples
+    whole: Callable[[], Tensors]  # returns the parameters
+    restore: Callable[[Tensors], object]  # gives the parameters their former values
+    average: Callable[[], object] = lambda: None  # between backward and the optimizer's step
+    # Runs the forward pass, which returns the mean over this rank's samples, and backward.
     passes: Callable[[Callable[[], Tensor]], object] = _backward
+    # Makes the optimizer from its factory; None: of the model's parameters.
     optimizer: Callable[[Factory], Optimizer] | None = None
 
 
-Wrap = Callable[[nn.Module], TrainedModel]
-"""Turns the plain model into one that is trained on this rank."""
+Wrap = Callable[[nn.Module], TrainedModel]  # turns the plain model into one that is trained here
 
 
 def replicated(model: nn.Module, plain: nn.Module | None = None) -> TrainedModel:

@@ -24,22 +24,17 @@ from phalanx.ops.bench.operations import BenchOperation
 from phalanx.ops.bench.peers import Peer, RankContext
 from phalanx.ops.machine import read_sizes
 
-SMALL = 8
-"""The width of layers that count for nothing."""
+SMALL = 8  # the width of layers that count for nothing
 STEPS_OF_A_PEAK = 10
 
 
 class Peak(msgspec.Struct, kw_only=True, tag="peak"):
-    """Bytes that each rank had besides what it began with.
+    """Bytes that each rank had besides what it began with."""
 
-    building  at most, until the model was ready to be trained
-    training  at most, from then on
-    shared    in the end: its part of memory that ranks share, which is in the other two. The sum
-              over the ranks is what there is of it on the host
-    """
-
-    building: list[int]
-    training: list[int]
+    building: list[int]  # at most, until the model was ready to be trained
+    training: list[int]  # at most, from then on
+    # In the end: its part of memory that ranks share, which is in the other two. The sum over the
+    # ranks is what there is of it on the host.
     shared: list[int]
 
 

@@ -38,7 +38,6 @@ from phalanx.ops.bench.operations import (
     STEPS,
     TASKS,
     BenchOperation,
-    Factory,
     PreparedCall,
     TrainedModel,
     TrainingStep,
@@ -62,21 +61,14 @@ Binder = Callable[[PreparedCall], Call]
 
 @dataclass(frozen=True)
 class RankContext:
-    """One rank of a benchmark: the parts to make peers from, and the ranks' exchanges.
+    """One rank of a benchmark: the parts to make peers from, and the ranks' exchanges."""
 
-    backend   over TCP, idle while anything is timed: for the ranks' exchanges between rounds
-    master    a name of rank 0's host
-    timeout   seconds that a rank waits for another
-    width     of the layers of a trained model; 0: the operation's own
-    optimizer of a trained model
-    buffers   (use, elements, device) -> torch's memory, which all peers use, one after the other
-    """
-
-    backend: Backend
-    master: str
-    timeout: float
-    width: int = 0
-    optimizer: str = "sgd"
+    backend: Backend  # over TCP, idle while anything is timed: for exchanges between rounds
+    master: str  # a name of rank 0's host
+    timeout: float  # seconds that a rank waits for another
+    width: int = 0  # of the layers of a trained model; 0: the operation's own
+    optimizer: str = "sgd"  # of a trained model
+    # (use, elements, device) -> torch's memory, which all peers use, one after the other
     buffers: dict[tuple[str, int, str], Tensor] = field(default_factory=dict)
 
     def gather(self, value: Any) -> list[Any]:
@@ -117,18 +109,14 @@ class _AttemptFailedError(Exception):
 
 
 class Peer:
-    """A library under test, made by a row of the table of peers, on every rank at one time.
+    """A library under test, made by a row of the table of peers, on every rank at one time."""
 
-    does        its operations: name -> function that makes a call of it
-    beside      its operation beside another one, if not the same: it shows the machine's limit
-    memories    the kinds of memory that it can be given; without "ordinary", it uses these always
-    device      of the messages' memory
-    """
-
-    does: Mapping[str, Binder]
+    does: Mapping[str, Binder]  # its operations: name -> function that makes a call of it
+    # Its operation beside another one, if not the same: it shows the machine's limit.
     beside: Mapping[str, str] = MappingProxyType({})
+    # Kinds that it can be given; without "ordinary", it uses these always.
     memories: frozenset[str] = frozenset({"ordinary"})
-    device: str = "cpu"
+    device: str = "cpu"  # of the messages' memory
 
     def __init__(self, context: RankContext) -> None:
         self.rank, self.size = context.backend.rank, context.backend.world_size
@@ -255,11 +243,7 @@ class Phalanx(Peer):
         model = DDP(module, self.backend)
         trained = replicated(model, module)
         if way == "sharded":
-
-            def sharded(factory: Factory) -> ShardedOptimizer:
-                return ShardedOptimizer(factory, model)
-
-            return trained._replace(optimizer=sharded)
+            return trained._replace(optimizer=lambda factory: ShardedOptimizer(factory, model))
         if way == "step":
 
             def in_step(loss: Callable[[], Tensor]) -> None:
@@ -331,17 +315,15 @@ class TorchDistributed(Peer):
     def _collective(self, call: PreparedCall) -> Call:
         operation, source = call.operation, call.source
         function = partial(self._functions[operation.name], group=self._group)
+        given = [] if operation.in_place else [source]
         if not call.fresh:
-            return partial(function, call.out, *([] if operation.in_place else [source]))
+            return partial(function, call.out, *given)
         elements = elements_of(operation.expected, self.size, call.n)
 
         def into_new() -> Tensor:
-            if operation.in_place:
-                result = source.clone()
-                function(result)
-            else:
-                result = torch.empty(elements, device=source.device)
-                function(result, source)
+            in_place = operation.in_place
+            result = source.clone() if in_place else torch.empty(elements, device=source.device)
+            function(result, *given)
             return result
 
         return into_new
@@ -395,7 +377,6 @@ def fully_sharded_by_torch(module: nn.Module, group: Any) -> TrainedModel:
 _ANY_PORT = 9  # nothing is sent there
 
 MOVING = tuple(name for name, row in OPERATIONS.items() if row.moves)
-"""What moves bytes of a message."""
 
 
 class Socket(Peer):
@@ -462,28 +443,20 @@ class Alone(Peer):
 
 
 class PeerRow(NamedTuple):
-    """One peer.
+    """One peer of the table below."""
 
-    make        makes it, on every rank at the same time
-    lacks       returns, without asking other ranks, why it cannot be here; empty: it may be
-    ours        whether it is Phalanx
-    script      the Python file that has the row in a mapping PEERS of its own; empty: this one
-    """
-
-    make: Callable[[RankContext], Peer]
+    make: Callable[[RankContext], Peer]  # makes it, on every rank at the same time
+    # Returns, without asking other ranks, why it cannot be here; empty: it may be.
     lacks: Callable[[], str] = lambda: ""
-    ours: bool = False
-    script: str = ""
+    ours: bool = False  # whether it is Phalanx
+    script: str = ""  # the file that has the row in a mapping PEERS of its own; empty: this one
 
 
 PeerTable = Mapping[str, PeerRow]
 
 
 def _phalanx(name: str) -> PeerRow:
-    def make(context: RankContext) -> Peer:
-        return Phalanx(init(name, timeout=context.timeout), context)
-
-    return PeerRow(make, ours=True)
+    return PeerRow(lambda on: Phalanx(init(name, timeout=on.timeout), on), ours=True)
 
 
 def lacks_mpirun() -> str:
@@ -509,5 +482,4 @@ PEERS: PeerTable = MappingProxyType(
 """`phalanx-gloo` is Phalanx over Gloo, `gloo` is Gloo itself; `stock` is torch.distributed over
 Phalanx."""
 
-MACHINE = ("socket", "copy", "alone")
-"""Those that are no library, but what the machine can do."""
+MACHINE = ("socket", "copy", "alone")  # those that are no library, but what the machine can do

@@ -52,7 +52,6 @@ class BenchReport:
 
     @property
     def wrong(self) -> list[ResultLine]:
-        """Return the lines with wrong results."""
         return [line for line in self.lines if line.wrong]
 
     def beside(self, line: ResultLine, peer: str) -> ResultLine | None:
@@ -76,12 +75,11 @@ def _indented(value: object) -> bytes:
 
 def as_json(report: BenchReport) -> bytes:
     """Return the request, the machine, and for each line its figures and all rounds."""
-    left_out = [msgspec.structs.asdict(left) for left in report.left_out]
     return _indented(
         {
             "ask": report.request,
             "machine": report.machine,
-            "left_out": left_out,
+            "left_out": [msgspec.structs.asdict(left) for left in report.left_out],
             "lines": [_figures(report, line) for line in report.lines],
         }
     )
@@ -202,9 +200,7 @@ def _wrong(count: int | None) -> str:
 
 
 def _us(us: float | None) -> str:
-    if us is None:
-        return ""
-    return f"{us:,.1f}" if us < 100 else f"{us:,.0f}"
+    return "" if us is None else f"{us:,.{1 if us < 100 else 0}f}"
 
 
 # ------------------------------------------------------------------------------

@@ -32,36 +32,23 @@ _ALGORITHMS = ("auto", "all", "fixed", *_SCHEDULES, *STEPS)
 
 
 class BenchRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request, from the options of `phalanx bench` (`cli/bench.py`).
+    """A request, from the options of `phalanx bench` (`cli/bench.py`)."""
 
-    operations  names of `OPERATIONS`
-    backends    names of peers, each once
-    sizes       bytes of a message, ascending
-    memories    names of `MEMORY_KINDS`, for peers that have them
-    algorithms  by name, for peers that have any; "fixed" is each of them, "all" `auto`, too
-    timeout     seconds that a rank waits for another
-    width       of the layers of a trained model; 0: each operation's own
-    optimizer   of a trained model: a name of `OPTIMIZERS`
-    beside      busy processes on each host, beside the ranks
-    back_to_back  a round's figure is the median call of at least `MANY_CALLS`, not their mean
-    peaks       also the peaks of memory. Ranks that are asked for these take no times
-    """
-
-    operations: tuple[str, ...]
-    backends: tuple[str, ...]
-    sizes: tuple[int, ...]
+    operations: tuple[str, ...]  # names of `OPERATIONS`
+    backends: tuple[str, ...]  # names of peers, each once
+    sizes: tuple[int, ...]  # bytes of a message, ascending
     rounds: int = 11
     seconds: float = 0.02
-    memories: tuple[str, ...]
-    algorithms: tuple[str, ...]
+    memories: tuple[str, ...]  # names of `MEMORY_KINDS`, for peers that have them
+    algorithms: tuple[str, ...]  # of peers that have any; "fixed": each by name, "all": also auto
     threads: int = 1
-    timeout: float = 240.0
+    timeout: float = 240.0  # seconds that a rank waits for another
     baseline: str = "gloo"
-    width: int = 0
-    optimizer: str = "sgd"
-    beside: int = 0
-    back_to_back: bool = False
-    peaks: bool = False
+    width: int = 0  # of the layers of a trained model; 0: each operation's own
+    optimizer: str = "sgd"  # of a trained model: a name of `OPTIMIZERS`
+    beside: int = 0  # busy processes on each host, beside the ranks
+    back_to_back: bool = False  # a figure is the median of `MANY_CALLS` or more, not their mean
+    peaks: bool = False  # also the peaks of memory. Ranks that are asked for these take no times
 
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.threads < 1 or not 0 < self.seconds < 60:
@@ -235,29 +222,20 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class ResultLine(msgspec.Struct, kw_only=True, tag="line"):
-    """One entry's figures for one size of message.
-
-    bytes    of a rank's input or output, the larger; may be a little more than was requested
-    calls    in a round, one after the other
-    seconds  of a call, in each round: the slowest rank's time, divided by the number of calls;
-             back to back, its median call
-    bus      the factor of the bus bandwidth
-    optimizer  seconds of a training step that the optimizer took by itself, on the slowest rank
-    peaks    of memory, by names of `peaks.environments()`
-    wrong    number of wrong elements, on all ranks and in all rounds; None: its
-    results have no meaning
-    """
+    """One entry's figures for one size of message."""
 
     operation: str
     ranks: int
-    bytes: int
+    bytes: int  # of a rank's input or output, the larger; a little more than requested, perhaps
     entry: Entry
-    calls: int
+    calls: int  # in a round, one after the other
+    # Of a call, in each round: the slowest rank's time, divided by the number of calls; back to
+    # back, its median call.
     seconds: list[float]
-    bus: float
-    wrong: int | None = 0
-    optimizer: float | None = None
-    peaks: dict[str, Peak] = {}
+    bus: float  # the factor of the bus bandwidth
+    wrong: int | None = 0  # elements, on all ranks, in all rounds; None: results have no meaning
+    optimizer: float | None = None  # seconds that it took of a training step, on the slowest rank
+    peaks: dict[str, Peak] = {}  # of memory, by names of `peaks.environments()`
 
     @property
     def median(self) -> float:

@@ -131,7 +131,6 @@ def run_ranks(
         write(str(folder / REQUEST), msgspec.json.encode(request))
         write(str(folder / FOUND), b"")
         program = [sys.executable, "-m", "phalanx.ops.bench.rank", path, *filter(None, scripts)]
-        size = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
         shared = {k: v for k, v in os.environ.items() if not k.startswith("PHALANX_TOKEN")}
         shared |= {
             "MASTER_ADDR": "127.0.0.1",
@@ -140,7 +139,7 @@ def run_ranks(
             "PHALANX_TOKEN": token,
             "OMP_NUM_THREADS": str(request.threads),
             "PYTHONUNBUFFERED": "1",
-            **size,
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks)),
         }
 
         def open_output(number: int) -> tuple[int, int]:

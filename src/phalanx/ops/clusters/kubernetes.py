@@ -44,6 +44,7 @@ TOKEN_FOLDER = "/var/run/secrets/phalanx"
 SHM = "/dev/shm"
 _CONTAINER = "node"  # also of Kubeflow's runtimes
 _JOB = "node"  # of a JobSet, whose only one it is
+_RESTARTS = 3  # unless --max-restarts says
 
 Object = dict[str, Any]  # an object of Kubernetes, as JSON has it
 
@@ -154,15 +155,9 @@ def make_manifest(job: KubernetesJob, token: str) -> list[Object]:
     Raises as `job.check()` does.
     """
     job.check()
-    secret = {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": {"name": _secret_name(job)},
-        "type": "Opaque",
-        "immutable": True,  # the pods of one job hold one token
-        "stringData": {"token": token},
-    }
-    return [secret, *KINDS[job.kind](job)]
+    # Immutable: the pods of one job hold one token.
+    secret = {"type": "Opaque", "immutable": True, "stringData": {"token": token}}
+    return [_object("v1", "Secret", _secret_name(job), **secret), *KINDS[job.kind](job)]
 
 
 def as_yaml(objects: list[Object]) -> str:
@@ -175,6 +170,10 @@ def as_yaml(objects: list[Object]) -> str:
             "pip install 'phalanx[kubernetes]'"
         ) from None
     return str(yaml.safe_dump_all(objects, sort_keys=False, explicit_start=True, width=100))
+
+
+def _object(version: str, kind: str, name: str, **content: Any) -> Object:
+    return {"apiVersion": version, "kind": kind, "metadata": {"name": name}, **content}
 
 
 def _secret_name(job: KubernetesJob) -> str:
@@ -272,29 +271,21 @@ def _indexed_job(job: KubernetesJob, subdomain: str, master: str, action: str) -
     }
 
 
-_RESTARTS = 3  # unless --max-restarts says
-
-
 def _restarts(job: KubernetesJob) -> int:
     return _RESTARTS if job.max_restarts is None else job.max_restarts
 
 
 def _job(job: KubernetesJob) -> list[Object]:
-    service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": job.name},
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,  # the ranks meet before their pods are ready
-            "selector": {"batch.kubernetes.io/job-name": job.name},
-        },
+    headless = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,  # the ranks meet before their pods are ready
+        "selector": {"batch.kubernetes.io/job-name": job.name},
     }
     spec = _indexed_job(job, job.name, f"{job.name}-0.{job.name}", "Ignore")
     spec["backoffLimit"] = _restarts(job) * job.nodes  # when a pod fails, all pods do
     return [
-        service,
-        {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job.name}, "spec": spec},
+        _object("v1", "Service", job.name, spec=headless),
+        _object("batch/v1", "Job", job.name, spec=spec),
     ]
 
 
@@ -306,18 +297,12 @@ def _jobset(job: KubernetesJob) -> list[Object]:
         "action": "RestartJobSetAndIgnoreMaxRestarts",
         "onJobFailureReasons": ["PodFailurePolicy"],
     }
-    return [
-        {
-            "apiVersion": "jobset.x-k8s.io/v1alpha2",
-            "kind": "JobSet",
-            "metadata": {"name": job.name},
-            "spec": {
-                "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-                "failurePolicy": {"maxRestarts": _restarts(job), "rules": [again]},
-                "replicatedJobs": [{"name": _JOB, "replicas": 1, "template": {"spec": spec}}],
-            },
-        }
-    ]
+    jobs = {
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+        "failurePolicy": {"maxRestarts": _restarts(job), "rules": [again]},
+        "replicatedJobs": [{"name": _JOB, "replicas": 1, "template": {"spec": spec}}],
+    }
+    return [_object("jobset.x-k8s.io/v1alpha2", "JobSet", job.name, spec=jobs)]
 
 
 def _trainjob(job: KubernetesJob) -> list[Object]:
@@ -331,22 +316,16 @@ def _trainjob(job: KubernetesJob) -> list[Object]:
         trainer["resourcesPerNode"] = resources
     pod = {"template": {"spec": {"template": {"spec": _pod(job)}}}}
     patch = {"template": {"spec": {"replicatedJobs": [{"name": _JOB, **pod}]}}}
-    return [
-        {
-            "apiVersion": "trainer.kubeflow.org/v1alpha1",
-            "kind": "TrainJob",
-            "metadata": {"name": job.name},
-            "spec": {
-                "runtimeRef": {
-                    "apiGroup": "trainer.kubeflow.org",
-                    "kind": "ClusterTrainingRuntime",
-                    "name": "torch-distributed",
-                },
-                "trainer": trainer,
-                "runtimePatches": [{"manager": "phalanx/kubernetes", "trainingRuntimeSpec": patch}],
-            },
-        }
-    ]
+    spec = {
+        "runtimeRef": {
+            "apiGroup": "trainer.kubeflow.org",
+            "kind": "ClusterTrainingRuntime",
+            "name": "torch-distributed",
+        },
+        "trainer": trainer,
+        "runtimePatches": [{"manager": "phalanx/kubernetes", "trainingRuntimeSpec": patch}],
+    }
+    return [_object("trainer.kubeflow.org/v1alpha1", "TrainJob", job.name, spec=spec)]
 
 
 KINDS: Mapping[str, Callable[[KubernetesJob], list[Object]]] = MappingProxyType(

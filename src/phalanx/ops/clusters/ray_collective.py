@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from phalanx import collectives
+from phalanx.core.backend import Backend
 from phalanx.core.reduce_op import ReduceOp
 from phalanx.errors import MisuseError, SizeMismatchError, UnsupportedObjectError
 from phalanx.torch_backend.rendezvous import meet
@@ -34,9 +35,6 @@ except ImportError as error:
     raise ImportError(
         f"phalanx.ops.clusters.ray_collective needs Ray ({error}): pip install 'phalanx[ray]'"
     ) from error
-
-if TYPE_CHECKING:
-    from phalanx.core.backend import Backend
 
 MEETING = 60.0  # seconds that a rank waits for the others when a group is made
 TIMEOUT = 1800.0  # of each call: as that of Ray's groups on Gloo

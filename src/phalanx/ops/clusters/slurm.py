@@ -39,20 +39,14 @@ _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class BatchJob:
-    """A job of `run.nodes` nodes with `run.ranks` ranks on each.
-
-    time, partition   as sbatch takes them; "": the cluster's default
-    grace             seconds before the end of `time` at which the ranks get SIGTERM
-    options           more options of sbatch, as "--account=physics"
-    folder            the job's; None: a new one in the working folder
-    """
+    """A job of `run.nodes` nodes with `run.ranks` ranks on each."""
 
     run: Job
-    time: str = ""
+    time: str = ""  # as sbatch takes it, as `partition` is; "": the cluster's default
     partition: str = ""
-    grace: int = 60
-    options: tuple[str, ...] = ()
-    folder: Path | None = None
+    grace: int = 60  # seconds before the end of `time` at which the ranks get SIGTERM
+    options: tuple[str, ...] = ()  # more options of sbatch, as "--account=physics"
+    folder: Path | None = None  # the job's; None: a new one in the working folder
 
     def check(self) -> None:
         """Raise `InvalidWorldSizeError` or `MisuseError` for wrong options."""

@@ -181,20 +181,15 @@ class _Stored:
         """Read a tensor: hold it, and one chunk of it."""
         stored = self.metadata.state_dict_metadata[key]
         assert isinstance(stored, TensorStorageMetadata)
-        into = {key: torch.empty(stored.size, dtype=stored.properties.dtype)}
-        self._read(key, into)
-        return into[key]
+        tensor: Tensor = self.value(key, torch.empty(stored.size, dtype=stored.properties.dtype))
+        return tensor
 
-    def value(self, key: str) -> Any:
-        """Read a value; raise for one that `torch.load` takes for code."""
-        into = {key: None}
-        self._read(key, into)
-        return into[key]
-
-    def _read(self, key: str, into: dict[str, Any]) -> None:
+    def value(self, key: str, into: Tensor | None = None) -> Any:
+        """Read a value, or into a tensor; raise for a value that `torch.load` takes for code."""
+        state = {key: into}
         planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
-            planner.set_up_planner(into, self.metadata, is_coordinator=True)
+            planner.set_up_planner(state, self.metadata, is_coordinator=True)
             self._reader.read_data(planner.create_local_plan(), planner).wait()
         except FileNotFoundError as error:
             raise CheckpointDamagedError(f"{error.filename} is missing") from None
@@ -202,6 +197,7 @@ class _Stored:
             raise CheckpointDamagedError(
                 f"{self.path}: {key} cannot be read: {_said(error)}"
             ) from error
+        return state[key]
 
 
 class _Planner(DefaultLoadPlanner):
@@ -246,7 +242,6 @@ class _Entries:
             )
 
     def is_tensor(self, key: str) -> bool:
-        """Return whether an entry is a tensor."""
         return isinstance(self._all[key], TensorStorageMetadata)
 
     def get(self, key: str) -> Any:

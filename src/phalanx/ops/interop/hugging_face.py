@@ -17,7 +17,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -184,7 +184,12 @@ def _config_files(
     """Return the files to copy, by name; `config.json` has the dtype of the tensors."""
     given = Path(config)
     if given.is_dir():
-        found = {path.name: path for path in sorted(given.iterdir()) if _is_to_copy(path)}
+        found = {
+            path.name: path
+            for path in sorted(given.iterdir())
+            if path.suffix in _TO_COPY and path.is_file()
+            if path.name not in _NOT_TO_COPY and not path.name.endswith(".index.json")
+        }
         main = given / _CONFIG
     else:
         found, main = {}, given
@@ -199,12 +204,6 @@ def _config_files(
     return content
 
 
-def _is_to_copy(path: Path) -> bool:
-    name = path.name
-    ours = name.endswith(".index.json") or name in _NOT_TO_COPY
-    return path.suffix in _TO_COPY and path.is_file() and not ours
-
-
 def _with_dtype(
     path: Path, content: bytes, records: Mapping[str, TensorRecord], notes: list[str]
 ) -> bytes:
@@ -215,7 +214,11 @@ def _with_dtype(
         raise MisuseError(f"{path} is not JSON: {error}") from None
     if not isinstance(read, dict):
         raise MisuseError(f"{path} is no configuration: it has a {type(read).__name__}")
-    dtype = _dtype_of(records.values())
+    sizes: Counter[str] = Counter()
+    for record in records.values():
+        if DTYPES[record.dtype].is_floating_point:
+            sizes[record.dtype] += nbytes_of(record)
+    dtype = max(sizes, key=sizes.__getitem__, default=None)  # the floating one of most bytes
     wrong = [key for key in _DTYPE_KEYS if dtype is not None and read.get(key, dtype) != dtype]
     if not wrong:
         return content
@@ -225,26 +228,10 @@ def _with_dtype(
     return json.dumps(read, indent=2).encode() + b"\n"
 
 
-def _dtype_of(records: Iterable[TensorRecord]) -> str | None:
-    """Return the floating dtype of most bytes."""
-    sizes: Counter[str] = Counter()
-    for record in records:
-        if DTYPES[record.dtype].is_floating_point:
-            sizes[record.dtype] += nbytes_of(record)
-    return max(sizes, key=sizes.__getitem__, default=None)
-
-
-_UNITS = {"": 1, "b": 1} | {
-    f"{prefix}{ending}": base**power
-    for ending, base in (("b", 1000), ("ib", 1024))
-    for power, prefix in enumerate("kmgt", start=1)
-}
-
-
 def parse_size(text: str) -> int:
     """Return the bytes of a size such as 5GB, 500MB or 2GiB; `MisuseError` for anything else."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    unit = _UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:(?:([kmgt])(i?))?b)?\s*", text.lower())
+    if match is None:
         raise MisuseError(f"{text!r} is no size: give a number and a unit, such as 5GB or 500MB")
-    return int(float(match[1]) * unit)
+    power = "kmgt".index(match[2]) + 1 if match[2] else 0
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)

@@ -23,27 +23,16 @@ from functools import partial
 from importlib.metadata import requires
 from time import perf_counter
 from types import FrameType, MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from phalanx.core.backend import Backend
 from phalanx.errors import BackendUnavailableError, DistributedError
 from phalanx.launch.init import BACKENDS, why_not_nccl
 from phalanx.launch.spawn import spawn
 from phalanx.ops import machine
-from phalanx.ops.machine import (
-    Finding,
-    fail,
-    info,
-    installed_version,
-    is_older,
-    ok,
-    parse_requirement,
-    warn,
-)
+from phalanx.ops.machine import Finding, fail, info, ok, warn
 from phalanx.transport.shm.cross_memory import VARIABLE as CMA
 from phalanx.transport.shm.cross_memory import cma_setting, let_others_read, reading_pays
-
-if TYPE_CHECKING:
-    from phalanx.core.backend import Backend
 
 
 class Check(NamedTuple):
@@ -96,14 +85,12 @@ def find_shared_memory() -> Finding:
                 memory[:] = data
                 seconds = perf_counter() - begin
                 path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-                command = [sys.executable, "-I", "-S", "-c", _SECOND_PROCESS, path]
-                other = subprocess.run(command, capture_output=True, timeout=30, check=False)
-                if other.returncode != 0:
-                    said = other.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+                code, said = _ask(sys.executable, "-I", "-S", "-c", _SECOND_PROCESS, path)
+                if code != 0:
                     return fail(f"a second process cannot read {path}: {said}", hint)
                 if memory[:5] != b"world":
                     return fail(f"a second process's answer in {path} is not seen", hint)
-    except (OSError, subprocess.SubprocessError) as error:
+    except OSError as error:
         return fail(f"{error}", hint)
     rate = _SHARED_SIZE / seconds / 1e9
     return ok(f"two processes share memory; {rate:.1f} GB/s to new pages")
@@ -126,16 +113,15 @@ def find_cross_memory() -> Finding:
     if setting == "allow":
         let_others_read()
     data = ctypes.create_string_buffer(b"hello", 5)
-    command = [sys.executable, "-c", _READER, str(os.getpid()), str(ctypes.addressof(data))]
-    other = subprocess.run(command, capture_output=True, timeout=60, check=False)
-    if other.returncode == 0:
+    address = str(ctypes.addressof(data))
+    code, said = _ask(sys.executable, "-c", _READER, str(os.getpid()), address)
+    if code == 0:
         if setting == "auto" and not reading_pays():
             return ok(
                 "a process reads another's memory, but copying it twice takes less time: large "
                 "tensors are copied into shared memory first"
             )
         return ok("a process reads another's memory: large tensors are read where they lie")
-    said = other.stderr.decode(errors="replace").strip().rpartition("\n")[2]
     return info(
         f"a process cannot read another's memory ({said}): large tensors are copied into shared "
         "memory first",
@@ -264,7 +250,7 @@ _CLOUDPICKLE = "cloudpickle", "notebook", "cloudpickle"
 _OTEL = "opentelemetry-api", "otel", "opentelemetry.metrics"
 TORCH_WITH_BACKENDS = "2.9"  # of which `init_process_group("phalanx")` is a part
 _LOAD_MPI = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
-_TOO_LONG = 20.0  # seconds for a program to answer in
+_TOO_LONG = 60.0  # seconds for a program to answer in
 
 
 def find_client(package: str, extra: str, module: str = "") -> Finding:
@@ -272,20 +258,20 @@ def find_client(package: str, extra: str, module: str = "") -> Finding:
 
     module  to import, of a package that is imported quickly
     """
-    has, hint = installed_version(package), f"pip install --upgrade 'phalanx[{extra}]'"
+    has, hint = machine.installed_version(package), f"pip install --upgrade 'phalanx[{extra}]'"
     if has is None:
         return info("not installed", hint)
     if not importlib.util.find_spec(module or package):
         return warn(
             f"{has}, of which no module is there", f"pip install --force-reinstall {package}"
         )
-    for name, least, of_extra in map(parse_requirement, requires("phalanx") or []):
-        there = installed_version(name)
+    for name, least, of_extra in map(machine.parse_requirement, requires("phalanx") or []):
+        there = machine.installed_version(name)
         if of_extra != extra:
             continue
         if there is None:
             return warn(f"{has}, but {name} is missing, which it needs", hint)
-        if is_older(there, least):
+        if machine.is_older(there, least):
             return warn(f"{name} {there}, and {least} is the least that was tried", hint)
     if module:
         try:
@@ -297,14 +283,14 @@ def find_client(package: str, extra: str, module: str = "") -> Finding:
 
 def find_trainer(package: str) -> Finding:
     """Return whether `package`, and the parts of torch that it needs, can be here."""
-    finding, torch = find_client(package, package), installed_version("torch")
+    finding, torch = find_client(package, package), machine.installed_version("torch")
     if finding.status != "ok":
         return finding
-    if installed_version("phalanx") is None:
+    if machine.installed_version("phalanx") is None:
         return warn(
             f"{finding.what}, but torch finds Phalanx only if it is installed", "pip install ."
         )
-    if torch is None or is_older(torch, TORCH_WITH_BACKENDS):
+    if torch is None or machine.is_older(torch, TORCH_WITH_BACKENDS):
         return warn(
             f"{finding.what}, but torch is {torch}: it takes {TORCH_WITH_BACKENDS} or newer",
             "pip install --upgrade torch",
@@ -315,7 +301,7 @@ def find_trainer(package: str) -> Finding:
 def find_lightning() -> Finding:
     """Return whether Lightning is there, which uses mpi4py if no launcher has started it."""
     finding = find_trainer("lightning")
-    if finding.status != "ok" or installed_version("mpi4py") is None:
+    if finding.status != "ok" or machine.installed_version("mpi4py") is None:
         return finding
     code, said = _ask(sys.executable, "-c", _LOAD_MPI)
     if code == 0:
@@ -346,7 +332,7 @@ def _ask(*command: str) -> tuple[int, str]:
     """Return the exit code of a command, and the last line of its output."""
     try:
         other = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TOO_LONG, check=False
+            command, capture_output=True, errors="replace", timeout=_TOO_LONG, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return 1, str(error)

@@ -180,12 +180,8 @@ class HttpServer(ABC):
         if found is None:
             return False
         host = found[1].lower().rstrip(".")
-        return host in self._names or (self._by_address and _is_address(host.strip("[]")))
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
+        with suppress(ValueError):  # of a name
+            return host in self._names or (
+                self._by_address and bool(ipaddress.ip_address(host.strip("[]")))
+            )
         return False
-    return True

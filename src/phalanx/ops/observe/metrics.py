@@ -81,7 +81,10 @@ def begin(backend: Backend, _: object = None, environ: Mapping[str, str] = os.en
         return
     endpoint = where._replace(port=where.port + backend.local_rank)
     try:
-        listener = _listen(endpoint)
+        if endpoint.port > 65535:
+            raise OverflowError("the last port is 65535")
+        family, _, _, _, address = socket.getaddrinfo(*endpoint, type=socket.SOCK_STREAM)[0]
+        listener = listen_at(family, address, backlog=CONNECTIONS)
     except (OSError, OverflowError) as error:
         log.warning(
             "rank %d serves no metrics: it cannot listen at %s (%s=%s, and %d ranks of this host "
@@ -100,13 +103,6 @@ def begin(backend: Backend, _: object = None, environ: Mapping[str, str] = os.en
     MetricsServer(engine, listener, names)
 
 
-def _listen(endpoint: Endpoint) -> socket.socket:
-    if endpoint.port > 65535:
-        raise OverflowError("the last port is 65535")
-    family, _, _, _, address = socket.getaddrinfo(*endpoint, type=socket.SOCK_STREAM)[0]
-    return listen_at(family, address, backlog=CONNECTIONS)
-
-
 # ------------------------------------------------------------------------------
 # The table of all metrics.
 
@@ -115,23 +111,16 @@ Samples: TypeAlias = "Iterable[tuple[Labels, float]]"
 
 
 class Metric(NamedTuple):
-    """One row.
+    """One row of the table below."""
 
-    name   without `phalanx_`; Prometheus gets `_total` behind that of a counter
-    kind   `counter` or `gauge`
-    unit   as OpenTelemetry writes it
-    read   returns its samples, each with its labels but for the rank
-    """
-
-    name: str
-    kind: str
-    unit: str
+    name: str  # without `phalanx_`; Prometheus gets `_total` behind that of a counter
+    kind: str  # `counter` or `gauge`
+    unit: str  # as OpenTelemetry writes it
     help: str
-    read: Callable[[Counts, LoggedStep], Samples]
+    read: Callable[[Counts, LoggedStep], Samples]  # each with its labels but for the rank
 
     @property
     def prometheus_name(self) -> str:
-        """Name of the metric in Prometheus."""
         return f"phalanx_{self.name}{'_total' if self.kind == 'counter' else ''}"
 
 

@@ -7,7 +7,9 @@
 The files are those that a job leaves with `PHALANX_TRACE=folder`: one a rank and backend, named
 `rank-<rank>-<process>-<n>.json`, "[" and then an event a line. A rank that was killed leaves the
 end of its last line unwritten, which is no error. A rank that was started again, or that formed
-its group anew, has several files: its runs, counted from 0 by when they began.
+its group anew, has several files: its runs, counted from 0 by when they began. Each file is read
+once for an index, which takes some 60 bytes of memory an operation; then its operations are decoded
+one at a time, in the order of their starts.
 
 Times of different hosts are not corrected: they are off by as much as the hosts' clocks.
 """
@@ -17,18 +19,148 @@ from __future__ import annotations
 import heapq
 import os
 import re
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
-from phalanx.errors import MisuseError, name_ranks
+from phalanx.errors import MisuseError, name_ranks, plain
 from phalanx.files import reading, replacing
-from phalanx.ops.observe.trace.files import EventArgs, TraceEvent, TraceFile, open_traces
 from phalanx.ops.observe.trace.profile import Part, Profile, RankProfile
+
+_FILE_NAME = re.compile(r"rank-(\d{1,9})-(\d{1,9})-(\d{1,9})\.json", re.ASCII)
+
+
+class TraceEvent(msgspec.Struct, gc=False):
+    """One event of a Chrome trace; times (`ts`, `dur`) are microseconds."""
+
+    ph: str
+    name: str
+    cat: str = ""
+    pid: int = 0
+    tid: int = 0
+    ts: float = 0.0
+    dur: float = 0.0
+    args: msgspec.Raw = msgspec.Raw(b"{}")  # as in the file; `EventArgs` are those that matter
+
+
+class EventArgs(msgspec.Struct, gc=False):
+    """The arguments of an event that matter here."""
+
+    # An operation:
+    sequence: int | None = None
+    bytes: int = 0
+    group: str = "world"
+    blocked_us: float | None = None
+    where: str = ""
+    error: str | None = None
+    # A backend:
+    world_size: int = 0
+    host: str = "?"
+    started: float = 0.0
+
+
+_decode = msgspec.json.Decoder(TraceEvent).decode
+_decode_args = msgspec.json.Decoder(EventArgs).decode
+
+_LONGEST = 1 << 20  # bytes of a line
+_BETWEEN = b" \r\t\n,"  # bytes between events
+
+
+@dataclass
+class TraceFile:
+    """One backend of one rank, and the places of the operations in its file."""
+
+    path: Path
+    rank: int
+    data: BinaryIO = field(repr=False)
+    world_size: int = 0  # 0: it was not written down
+    host: str = "?"
+    started: float = 0.0  # seconds since 1970, by the clock of `host`
+    ended: float = 0.0  # microseconds since 1970: when its last operation was over
+    run: int = 0
+    damaged: int = 0  # lines that cannot be read, apart from the last one
+    cut_off: bool = False  # whether the last line cannot be read
+    # The start of each operation, in microseconds since 1970, and the beginning of its line.
+    times: array[float] = field(default_factory=lambda: array("d"), repr=False)
+    places: array[int] = field(default_factory=lambda: array("q"), repr=False)
+
+    def __post_init__(self) -> None:
+        place = 0
+        for line in iter(partial(self.data.readline, _LONGEST), b""):
+            begin, place = place, place + len(line)
+            text = line.strip(_BETWEEN)
+            if text in (b"[", b"]", b""):
+                continue
+            try:
+                if not text.isascii():
+                    text.decode()  # the decoder passes over other fields
+                event = _decode(text)
+                args = _decode_args(event.args)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                is_whole = line.endswith(b"\n")
+                self.damaged += is_whole
+                self.cut_off = self.cut_off or not is_whole
+                continue
+            if event.ph == "X":
+                self.times.append(event.ts)
+                self.places.append(begin)
+                self.ended = max(self.ended, event.ts + max(event.dur, 0.0))
+            elif event.name == "phalanx":
+                self.world_size, self.started = args.world_size, args.started
+                self.host = plain(args.host)
+        self.started = self.started or min(self.times, default=0.0) / 1e6
+
+    def operations(self) -> Iterator[tuple[float, TraceFile, TraceEvent, EventArgs]]:
+        """Yield each operation with its time and this file, in the order of their starts."""
+        for number in sorted(range(len(self.times)), key=self.times.__getitem__):
+            self.data.seek(self.places[number])
+            event = _decode(self.data.readline().strip(_BETWEEN))
+            yield event.ts, self, event, _decode_args(event.args)
+
+
+@contextmanager
+def open_traces(folder: Path) -> Iterator[list[TraceFile]]:
+    """Open and index all traces in a folder; yield a list of them, in the order of names.
+
+    Raises `MisuseError` if there is no such folder, no trace in it, or one that cannot be read.
+    """
+    if not folder.is_dir():
+        raise MisuseError(
+            f"there is no folder {folder}: give the one that PHALANX_TRACE named when the job ran"
+        )
+    found = [(path, _FILE_NAME.fullmatch(path.name)) for path in sorted(folder.iterdir())]
+    named = [(path, int(name[1])) for path, name in found if name]
+    if not named:
+        raise MisuseError(
+            f"there is no trace in {folder} (rank-*.json): run the job with "
+            f"PHALANX_TRACE={folder} in its environment"
+        )
+    with ExitStack() as stack:
+        files: list[TraceFile] = []
+        try:
+            for path, rank in named:
+                opened = stack.enter_context(reading(str(path)))
+                data = stack.enter_context(open(opened, "rb", closefd=False))
+                files.append(TraceFile(path, rank, data))
+        except OSError as error:
+            raise MisuseError(f"a trace cannot be read: {error}") from error
+        runs: Counter[int] = Counter()
+        for trace in sorted(files, key=lambda trace: trace.started):
+            trace.run = runs[trace.rank]
+            runs[trace.rank] += 1
+        yield files
+
+
+# ------------------------------------------------------------------------------
+# The merged file.
 
 _HEAD = b'{"otherData":{"producer":"phalanx trace"},"displayTimeUnit":"ms","traceEvents":[\n'
 """How every merged file begins; one that begins otherwise is not overwritten."""
@@ -121,9 +253,7 @@ def _merged_events(
     lines: dict[tuple[object, ...], _Lines] = {}
     count: Counter[int] = Counter()
     in_order = heapq.merge(*(file.operations() for file in files), key=itemgetter(0))
-    first: float | None = None
     for start, file, event, args in in_order:
-        first = start if first is None else first
         rank = file.rank
         key = (rank, file.run, event.tid, event.cat, args.group)
         of_group = lines.get(key)
@@ -138,34 +268,23 @@ def _merged_events(
             profile.alone(event, args, part)
         elif parts := collectives.add(of_group.group, event, args, part):
             profile.collective(event, args, parts)
-        line = of_group.free_at(start)
+        line = next((line for line, since in of_group.free_from.items() if since <= start), 0)
         if not line:
             count[rank] += 1
             line = count[rank]
             yield label("thread_name", rank, line, name=of_group.name)
         of_group.free_from[line] = start + event.dur
-        event.pid, event.tid, event.ts = rank, line, round(start - first, 1)
+        event.pid, event.tid, event.ts = rank, line, round(start - profile.first, 1)
         yield event
 
 
 @dataclass(slots=True)
 class _Lines:
-    """The lines of the picture for a group of a rank: one, and more if operations overlap.
-
-    group       None: no other rank takes part
-    free_from   the time at which each is free again, by its number
-    """
+    """The lines of the picture for a group of a rank: one, and more if operations overlap."""
 
     name: str
-    group: _Group | None
-    free_from: dict[int, float] = field(default_factory=dict)
-
-    def free_at(self, time: float) -> int:
-        """Return a line that is free, or 0."""
-        for line, since in self.free_from.items():
-            if since <= time:
-                return line
-        return 0
+    group: _Group | None  # None: no other rank takes part
+    free_from: dict[int, float] = field(default_factory=dict)  # when each line is, by number
 
 
 def _notes(files: list[TraceFile]) -> list[str]:
@@ -207,12 +326,10 @@ _MEMBERS = re.compile(r"ranks \[([\d, ]+)\]")
 
 @dataclass(slots=True)
 class _Group:
-    """A group of ranks, and the collectives by number that not all of them have begun.
-
-    Each has an event, its arguments, and the parts so far.
-    """
+    """A group of ranks, and the collectives by number that not all of them have begun."""
 
     ranks: Sequence[int]
+    # Of each an event, its arguments, and the parts so far.
     open: dict[int | None, tuple[TraceEvent, EventArgs, list[Part]]] = field(default_factory=dict)
 
 

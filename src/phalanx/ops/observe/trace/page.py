@@ -162,7 +162,7 @@ def write_page(merged: MergedTrace, path: Path) -> None:
 
 def _data(merged: MergedTrace) -> str:
     """Return the timeline's data: for each rank and bin, the share of each state."""
-    width = merged.profile.span / 1e6 / BINS
+    width = merged.profile.seconds / BINS
     shares = []
     for rank in merged.ranks:
         each = (seconds / width for number in range(BINS) for seconds in rank.states(number))
@@ -179,7 +179,8 @@ def _data(merged: MergedTrace) -> str:
 
 
 def _tiles(merged: MergedTrace) -> Iterator[tuple[str, str]]:
-    totals = _totals(merged.profile.ranks.values())
+    of_ranks = (rank.totals() for rank in merged.profile.ranks.values())
+    totals = [sum(each) for each in zip(*of_ranks, strict=True)]
     hosts = {rank.host for rank in merged.ranks}
     yield "ranks", f"{len(merged.ranks)} on {_counted(len(hosts), 'host')}"
     yield "time", _seconds(merged.profile.seconds)
@@ -188,10 +189,6 @@ def _tiles(merged: MergedTrace) -> Iterator[tuple[str, str]]:
         yield state, _percent(seconds, sum(totals))
     yield "overlap", _overlap(totals)
     yield "errors", f"{sum(rank.errors for rank in merged.ranks):,}"
-
-
-def _totals(ranks: Iterable[RankProfile]) -> list[float]:
-    return [sum(each) for each in zip(*(rank.totals() for rank in ranks), strict=True)]
 
 
 def _overlap(totals: Sequence[float]) -> str:
@@ -257,13 +254,13 @@ def _bar(states: Sequence[str], totals: Sequence[float], whole: float) -> str:
 
 
 def _slow_row(slow: Slow) -> tuple[str, list[_Cell]]:
-    last = f"rank {slow.last}" if slow.last >= 0 else f"only rank {slow.rank}"
+    last = f"rank {slow.last}" if slow.last >= 0 else f"only rank {slow.first.rank}"
     if slow.missing:
         last = f"no part of {_names(slow.missing)}"
     return "", [
         _time(slow.seconds),
-        _value(f"{slow.name} #{slow.sequence}"),
-        _time(slow.start),
+        _value(slow.title),
+        _time(slow.first.start / 1e6),
         _value(last),
         _time(slow.late) if slow.last >= 0 else ("-", -1, ""),
         _value(slow.where),

@@ -13,15 +13,17 @@ died in a collective has no start: then the others wait for it to their end.
 
 from __future__ import annotations
 
-import heapq
 import math
 from array import array
-from collections import defaultdict
+from bisect import insort
+from collections import Counter
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from phalanx.ops.observe.trace.files import EventArgs, TraceEvent
+if TYPE_CHECKING:
+    from phalanx.ops.observe.trace.merged import EventArgs, TraceEvent
 
 STATES = ("computing", "overlapped", "waiting", "communicating")
 """What a rank does: compute, or anything else that is no operation of Phalanx; compute while an
@@ -37,35 +39,26 @@ _LONGEST = 2000  # characters of an error
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
-    """One rank's part in an operation, in microseconds since the first operation of the job.
-
-    waited   the time from which the program was blocked in it; `end` if it never was
-    """
+    """One rank's part in an operation, in microseconds since the first operation of the job."""
 
     rank: int
     start: float
     end: float
-    waited: float
+    waited: float  # the time from which the program was blocked in it; `end` if it never was
 
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """An operation of all its ranks, from the first one's start to the last one's end.
-
-    last     the rank that began it last, `late` seconds after the first; -1 for a message
-    missing  the ranks that have no part in it
-    """
+    """An operation of all its ranks, from the first one's start to the last one's end."""
 
     seconds: float
-    start: float
-    name: str
-    sequence: int
+    title: str
     group: str
     where: str
-    rank: int
-    last: int = -1
+    first: Part  # that of the rank that began it first
+    last: int = -1  # the rank that began it last, `late` seconds after the first; -1: a message
     late: float = 0.0
-    missing: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()  # the ranks that have no part in it
 
 
 @dataclass(slots=True)
@@ -82,16 +75,7 @@ class KindOfOperation:
 
 @dataclass(slots=True)
 class RankProfile:
-    """One rank, in all of its runs; and its profile over time: seconds in each bin.
-
-    operations, bytes, errors   of all of them
-    last       number of collectives that it was the last rank to start
-    late       seconds by which it was the last, in all
-    present    between its start and its last operation
-    under_way  with an operation under way, `blocked` in one, `waiting` in one for another rank
-    waited     seconds that it waited for ranks that began later
-    awaited    seconds that others waited for it, the last to begin; all of them, summed up
-    """
+    """One rank, in all of its runs; and its profile over time: seconds in each bin."""
 
     rank: int
     host: str = "?"
@@ -99,14 +83,15 @@ class RankProfile:
     operations: int = 0
     bytes: int = 0
     errors: int = 0
-    last: int = 0
-    late: float = 0.0
+    last: int = 0  # number of collectives that it was the last rank to start
+    late: float = 0.0  # seconds by which it was the last, in all
+    # Between its start and last operation; with one under way; blocked in one; waiting for others.
     present: array[float] = field(default_factory=lambda: array("d", bytes(8 * BINS)))
     under_way: array[float] = field(default_factory=lambda: array("d", bytes(8 * BINS)))
     blocked: array[float] = field(default_factory=lambda: array("d", bytes(8 * BINS)))
     waiting: array[float] = field(default_factory=lambda: array("d", bytes(8 * BINS)))
-    waited: float = 0.0
-    awaited: float = 0.0
+    waited: float = 0.0  # seconds that it waited for ranks that began later
+    awaited: float = 0.0  # those that others waited for it, the last to begin; all summed up
     seen_until: float = 0.0  # end of its presence so far, in microseconds
     busy_until: float = 0.0  # end of its operations so far
 
@@ -127,36 +112,24 @@ class Profile:
     """The profile of a job, built from operations in the order of their starts.
 
     first, last   start of the job's first operation and end of the last one, in microseconds
-    ranks         by number; also those that left no trace, if others waited for them
-    collectives   number of those that all ranks have started
-    kinds         by name, line of the program, and group
-    errors        the first ones: rank, operation, and text
-    broken        number of collectives in which some rank has no part
-    absent        number of those in which each such rank has no part
     """
 
     def __init__(self, first: float, last: float) -> None:
         self.first = first
         self.span = min(max(last - first, 1.0), 1e15)
         self._width = self.span / BINS
-        self.ranks: dict[int, RankProfile] = {}
-        self.collectives = 0
-        self.kinds: dict[tuple[str, str, str], KindOfOperation] = {}
-        self.errors: list[tuple[int, str, str]] = []
-        self.broken = 0
-        self.absent: defaultdict[int, int] = defaultdict(int)
-        self._slowest: list[tuple[float, int, Slow]] = []
-        self._count = 0
+        self.ranks: dict[int, RankProfile] = {}  # also without a trace, if others waited for them
+        self.collectives = 0  # number of those that all ranks have started
+        self.kinds: dict[tuple[str, str, str], KindOfOperation] = {}  # by name, line, and group
+        self.errors: list[tuple[int, str, str]] = []  # the first ones: rank, operation, and text
+        self.broken = 0  # number of collectives in which some rank has no part
+        self.absent: Counter[int] = Counter()  # number of those in which each such rank has none
+        self.slowest: list[Slow] = []  # the slowest first; of equal ones the first are kept
 
     @property
     def seconds(self) -> float:
         """Seconds from the start of the first operation to the end of the last one."""
         return self.span / 1e6
-
-    @property
-    def slowest(self) -> list[Slow]:
-        """Return the slowest operations, the slowest first."""
-        return [slow for _, _, slow in sorted(self._slowest, key=lambda each: -each[0])]
 
     def present(self, rank: int, host: str, start: float, end: float) -> None:
         """Take a run of a rank (microseconds since 1970); runs come in order of their starts."""
@@ -205,8 +178,7 @@ class Profile:
     ) -> None:
         """Take a collective in which some ranks have no part: they died before, or never began."""
         self.broken += 1
-        for rank in missing:
-            self.absent[rank] += 1
+        self.absent.update(missing)
         culprit = missing[0] if len(missing) == 1 else None
         self._waits(event, args, parts, math.inf, culprit)
         self._note_slow(event, args, parts, missing=tuple(missing))
@@ -254,26 +226,14 @@ class Profile:
         late: float = 0.0,
         missing: tuple[int, ...] = (),
     ) -> None:
-        start = parts[0].start
-        seconds = (max([part.end for part in parts]) - start) / 1e6
-        self._count += 1  # of equal ones the first is kept, and none are compared
-        if len(self._slowest) == SLOWEST and seconds <= self._slowest[0][0]:
+        seconds = (max([part.end for part in parts]) - parts[0].start) / 1e6
+        if len(self.slowest) == SLOWEST and seconds <= self.slowest[-1].seconds:
             return
         slow = Slow(
-            seconds,
-            start / 1e6,
-            event.name,
-            args.sequence or 0,
-            args.group,
-            args.where,
-            parts[0].rank,
-            last,
-            late,
-            missing,
+            seconds, _title(event, args), args.group, args.where, parts[0], last, late, missing
         )
-        heapq.heappush(self._slowest, (seconds, -self._count, slow))
-        if len(self._slowest) > SLOWEST:
-            heapq.heappop(self._slowest)
+        insort(self.slowest, slow, key=lambda each: -each.seconds)
+        del self.slowest[SLOWEST:]
 
     def _add(self, bins: array[float], start: float, end: float) -> None:
         """Add the time from `start` to `end` to its bins."""

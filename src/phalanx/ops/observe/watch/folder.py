@@ -96,14 +96,8 @@ class WatchFolder:
         if not nodes and not ranks:
             return None
         newest = max(nodes or ranks, key=lambda part: (part.generation, part.time))
-        job = JobState(
-            name=newest.name,
-            world_size=newest.world_size,
-            time=max(part.time for _, part in found),
-            ranks=[],
-            generation=newest.generation,
-            ended=newest.ended,
-        )
+        latest = max(part.time for _, part in found)
+        job = msgspec.structs.replace(newest, time=latest, ranks=[], slowest=None, chain=[])
         of_launchers = {state.rank: state for part in nodes for state in part.ranks}
         of_ranks = {
             state.rank: state

@@ -14,20 +14,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 from phalanx.errors import MisuseError
+from phalanx.ops.observe.watch import nodes
 from phalanx.ops.observe.watch.folder import GONE, PERIOD, VARIABLE, WatchFolder, private_folders
-from phalanx.ops.observe.watch.nodes import (
-    FIRST,
-    SILENCE,
-    Read,
-    RemoteNode,
-    WholeJob,
-    all_of,
-    as_address,
-    token_for_watchers,
-)
 from phalanx.ops.observe.watch.state import JobState, RankState
 from phalanx.wire.control import Answer, chain_of_waits
 
@@ -39,7 +31,7 @@ _MEMORY = 5.0  # seconds over which shares of time are averaged, to find the slo
 
 
 def follow(
-    read: Read, *, period: float = PERIOD, sleep: Callable[[float], object] = time.sleep
+    read: nodes.Read, *, period: float = PERIOD, sleep: Callable[[float], object] = time.sleep
 ) -> Iterator[JobState]:
     """Yield states of a job, one each `period` seconds; the last one has `ended`.
 
@@ -47,27 +39,24 @@ def follow(
     """
     gatherer = Gatherer()
     state: JobState | None = None
-    while True:
-        latest = read()
-        if latest is None:
-            if state is not None:
-                state.ended, state.time = GONE, time.time()
-                yield state
-            return
+    for latest in iter(read, None):
         state = gatherer.complete(latest)
         yield state
         if state.ended:
             return
         sleep(period)
+    if state is not None:
+        state.ended, state.time = GONE, time.time()
+        yield state
 
 
-def snapshot(read: Read) -> JobState | None:
+def snapshot(read: nodes.Read) -> JobState | None:
     """Return one state, when the ranks have published, or a moment later. None: it is gone."""
     began, state = time.monotonic(), None
     known = began  # when something was known of all nodes
     for state in follow(read):
         now, starting = time.monotonic(), [r for r in state.ranks if r.status == "starting"]
-        if now < began + FIRST and any(not rank.pid for rank in starting):
+        if now < began + nodes.FIRST and any(not rank.pid for rank in starting):
             known = now
         elif now - known > (_FIRST if starting else 2 * PERIOD):  # launchers publish in a `PERIOD`
             break
@@ -125,7 +114,7 @@ class Gatherer:
         published, came = self._published.get(state.rank, (None, now))
         if published != state.time:
             self._published[state.rank] = state.time, now
-        elif now - came > SILENCE and not state.reason:
+        elif now - came > nodes.SILENCE and not state.reason:
             state.reason = f"it has published nothing for {now - came:.0f} s"
 
 
@@ -136,11 +125,11 @@ def stalled(ranks: Sequence[RankState]) -> list[int]:
     they wait for each other.
     """
     states = {state.rank: state for state in ranks}
-    waiting = [state for state in ranks if state.status == "running" and state.waits_for]
     given_up = {state.rank for state in ranks if state.status in TROUBLE}
     stuck = [
         state
-        for state in waiting
+        for state in ranks
+        if state.status == "running" and state.waits_for
         if state.seconds_in >= STALL or not given_up.isdisjoint(state.waits_for)
     ]
     if not stuck:
@@ -210,13 +199,9 @@ def call_in_words(state: RankState) -> str:
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
     """Return `rank 3`, `ranks 3 and 5`, `ranks 1 to 4, 7`."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    words = [str(a) if a == b else f"{a} to {b}" for a, b in spans]
+    runs = groupby(enumerate(ranks), key=lambda placed: placed[1] - placed[0])
+    spans = [[rank for _, rank in run] for _, run in runs]
+    words = [f"{span[0]} to {span[-1]}" if span[1:] else str(span[0]) for span in spans]
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}"
 
 
@@ -224,7 +209,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 # Which job.
 
 
-def find_job(*places: str) -> Read:
+def find_job(*places: str) -> nodes.Read:
     """Return a reader of a job's states: of that at these places, or this user's only one here.
 
     places   a folder, as PHALANX_WATCH named it for the job, or one of those that `jobs` lists; or
@@ -233,13 +218,15 @@ def find_job(*places: str) -> Read:
     `MisuseError` if there is none; if there are several, it lists them.
     """
     places = tuple(place for place in places if place)
-    endpoints = [as_address(place) for place in places]
+    endpoints = [nodes.as_address(place) for place in places]
     if places and None not in endpoints:
-        token = token_for_watchers(places[0])
-        nodes = [RemoteNode(str(each), each, token) for each in endpoints if each is not None]
-        for node in nodes:
-            node.take()
-        return all_of(nodes)
+        token = nodes.token_for_watchers(places[0])
+        remotes = [
+            nodes.RemoteNode(str(each), each, token) for each in endpoints if each is not None
+        ]
+        for remote in remotes:
+            remote.take()
+        return nodes.all_of(remotes)
     if len(places) > 1:
         raise MisuseError(
             f"phalanx watch {' '.join(places)}: it is one folder, or a list of host:port"
@@ -254,7 +241,7 @@ def find_job(*places: str) -> Read:
         folder = WatchFolder(path)
     else:
         folder = choose(jobs())
-    return WholeJob(folder)
+    return nodes.WholeJob(folder)
 
 
 def choose(found: Sequence[tuple[WatchFolder, JobState]]) -> WatchFolder:

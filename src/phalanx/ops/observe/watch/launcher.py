@@ -25,52 +25,34 @@ from phalanx.errors import MisuseError, plain
 from phalanx.launch.observer import Observer, OtherNodes
 from phalanx.launch.report import AGAIN, describe_failure
 from phalanx.launch.supervisor import RankProcess
-from phalanx.ops.observe.watch.folder import (
-    OTHERS,
-    PERIOD,
-    VARIABLE,
-    WatchFolder,
-    machine,
-    make_private_folder,
-    open_folder,
-    private_base,
-    process_status,
-)
+from phalanx.ops.observe.watch import folder
 from phalanx.ops.observe.watch.nodes import WatchServer, as_address, serve
 from phalanx.ops.observe.watch.state import JobState, RankState, Status
-from phalanx.transport.tcp.addresses import (
-    PORTS,
-    address_toward,
-    check_listening,
-    chosen_interfaces,
-    listen_on,
-)
+from phalanx.transport.tcp import addresses
 from phalanx.wire.control import Endpoint
 
 
 class NodeWatch(Observer):
-    """The publisher of one host's launcher.
-
-    `private` is the folder that was made for this job alone, "" if there is none: the end of the
-    job removes it. If no folder can be made, a line on stderr says so, and the job goes on.
+    """The publisher of one host's launcher. If no folder can be made, a line on stderr says so, and
+    the job goes on.
     """
 
     def __init__(self, name: str, node: int, environ: Mapping[str, str]) -> None:
         self._file = f"node-{node}.json"
         self._part = JobState(name=name, world_size=0, time=time.time(), ranks=[])
-        self._folder: WatchFolder | None = None
+        self._folder: folder.WatchFolder | None = None
         self._next = 0.0
         self._servers: list[WatchServer] = []
         self._others: OtherNodes | None = None  # as they stand in the folder
         self.private = ""
-        given = environ.get(VARIABLE, "")
-        above = given.startswith(f"{private_base()}/")  # that of a launcher above this one
+        given = environ.get(folder.VARIABLE, "")
+        above = given.startswith(f"{folder.private_base()}/")  # that of a launcher above this one
         endpoint = as_address(given)
         if given and not above and endpoint is None:
-            self._folder = open_folder(Path(given))
+            self._folder = folder.open_folder(Path(given))
             return
         try:
-            self._folder = make_private_folder(f"{os.getpid()}-{secrets.token_hex(4)}")
+            self._folder = folder.make_private_folder(f"{os.getpid()}-{secrets.token_hex(4)}")
             self.private = str(self._folder.path)
         except MisuseError as error:
             sys.stderr.write(f"phalanx: this job cannot be watched: {error}\n")
@@ -83,7 +65,7 @@ class NodeWatch(Observer):
 
     @override
     def environment(self) -> dict[str, str]:
-        return {VARIABLE: str(self._folder.path) if self._folder is not None else ""}
+        return {folder.VARIABLE: str(self._folder.path) if self._folder is not None else ""}
 
     @override
     def listen(self, toward: Endpoint, token: str, ranks: int) -> str:
@@ -93,14 +75,14 @@ class NodeWatch(Observer):
         if self._folder is None:
             raise MisuseError("it has no folder in which its ranks publish")
         try:
-            check_listening(ranks + 1)
+            addresses.check_listening(ranks + 1)
         except MisuseError:
-            chosen_interfaces()
+            addresses.chosen_interfaces()
             raise MisuseError(
-                f"{PORTS}={os.environ[PORTS]} has a port for each of its {ranks} ranks, and none "
-                "for those who watch: give one more"
+                f"{addresses.PORTS}={os.environ[addresses.PORTS]} has a port for each of its "
+                f"{ranks} ranks, and none for those who watch: give one more"
             ) from None
-        listener = listen_on(address_toward(*toward, one_host=False))
+        listener = addresses.listen_on(addresses.address_toward(*toward, one_host=False))
         server = WatchServer(self._folder, listener, token.encode())
         self._servers.append(server)
         return str(server.endpoint)
@@ -121,7 +103,7 @@ class NodeWatch(Observer):
     ) -> None:
         if self._folder is None or (time.monotonic() < self._next and not now):
             return
-        self._next = time.monotonic() + PERIOD
+        self._next = time.monotonic() + folder.PERIOD
         if self._folder.is_watched():
             self._tell_others()
             self._part.ranks = [self._state(rank, output.get(rank.rank, b"")) for rank in ranks]
@@ -151,7 +133,7 @@ class NodeWatch(Observer):
         others = self.nodes.watching.others()
         if others is not None and others != self._others:
             self._others = others
-            self._write(OTHERS, others)
+            self._write(folder.OTHERS, others)
 
     def _publish(self) -> None:
         self._part.time = time.time()
@@ -171,7 +153,7 @@ class NodeWatch(Observer):
             rank=rank.rank,
             host=socket.gethostname(),
             pid=rank.process.pid,
-            machine=machine(),
+            machine=folder.machine(),
             generation=self._part.generation,
             time=time.time(),
             status=status,
@@ -183,7 +165,7 @@ class NodeWatch(Observer):
 def _status(rank: RankProcess) -> tuple[Status, str]:
     """Return the status of a rank's process, and the reason, as far as its launcher knows."""
     if rank.code is None and rank.report is None:
-        found = process_status(rank.process.pid)
+        found = folder.process_status(rank.process.pid)
         return found if found[0] == "stopped" else ("starting", "")
     if rank.failed:
         return "dead", describe_failure(rank, brief=True)

@@ -143,24 +143,17 @@ FIRST = 5.0  # seconds that a node has to say where it listens, and to answer
 _AGAIN = 1.0  # seconds between two calls
 _LAST_WORDS = 2.0  # seconds that the others have to say how their ranks ended
 
-Read = Callable[[], "JobState | None"]
-"""Asks for states, and returns the latest one; None if the job is gone."""
+Read = Callable[[], "JobState | None"]  # asks for states, returns the latest; None: it is gone
 
 
 class RemoteNode:
-    """One node of a job, read by a thread as long as `read` is called.
-
-    name     to be shown
-    latest   the latest state; None for none
-    problem  the reason for its silence; "" if it is not silent, or was not called yet
-    gone     whether no process listens there any more
-    """
+    """One node of a job, read by a thread as long as `read` is called."""
 
     def __init__(self, name: str, endpoint: Endpoint, token: bytes) -> None:
-        self.name = name
+        self.name = name  # to be shown
         self.latest: JobState | None = None
-        self.problem = ""
-        self.gone = False
+        self.problem = ""  # why it is silent; "" if it is not, or was not called yet
+        self.gone = False  # whether no process listens there any more
         self._endpoint, self._token = endpoint, token
         self._socket: socket.socket | None = None
         self._received = b""

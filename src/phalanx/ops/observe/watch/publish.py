@@ -20,8 +20,9 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
+from phalanx.core.backend import Backend
 from phalanx.core.call import WORLD_ID
 from phalanx.core.counters import Counts
 from phalanx.core.engine import Engine
@@ -40,9 +41,6 @@ from phalanx.ops.observe.watch.folder import (
 )
 from phalanx.ops.observe.watch.nodes import WatchServer, as_address, serve
 from phalanx.ops.observe.watch.state import MOST_VALUES, JobState, RankState, number
-
-if TYPE_CHECKING:
-    from phalanx.core.backend import Backend
 
 log = logging.getLogger("phalanx")
 
@@ -63,7 +61,7 @@ class Publisher:
         self._server = server
         self._name = f"rank-{world.rank}.json"
         self._thread: threading.Thread | None = None
-        self._before: _Sums | None = None
+        self._before: tuple[float, ...] = ()  # the sums at its latest state
         self._trouble = ""
         self._due = 0.0  # the time of its next look when it logs a step
 
@@ -82,17 +80,15 @@ class Publisher:
             counts, now = engine.count(), engine.now()
             waits = list(engine.watchdog.waits.items())
             works = [work for group in engine.groups.values() for work in group.under_way()]
-            sums = _Sums.of(engine, counts, waits, works, now)
+            sums = _sums(engine, counts, waits, works, now)
             state = self._doing(waits, works, now)
             state.last_call = engine.watchdog.last_call()
         before, self._before = self._before, sums
-        if before is not None and (seconds := sums.time - before.time) > 0:
-            waited = max(sums.blocked - before.blocked, sums.waiting - before.waiting)
-            state.waiting = min(waited / seconds, 1.0)
-            busy = (sums.calls - before.calls) / seconds
+        if before and (seconds := sums[0] - before[0]) > 0:
+            rates = ((now - then) / seconds for now, then in zip(sums, before, strict=True))
+            _, blocked, waiting, busy, state.sent, state.received = rates
+            state.waiting = min(max(blocked, waiting), 1.0)
             state.communicating = min(max(busy - state.waiting, 0.0), 1.0 - state.waiting)
-            state.sent = (sums.sent - before.sent) / seconds
-            state.received = (sums.received - before.received) / seconds
         latest = engine.progress.latest
         if latest.number >= 0:
             state.step, state.step_seconds = latest.number, latest.seconds or 0.0
@@ -139,7 +135,7 @@ class Publisher:
             self._thread.start()
 
     def _publish(self) -> None:
-        self._before = None
+        self._before = ()
         self.state()  # from which the first rates are
         time.sleep(_FIRST)
         while self._folder.is_watched() and not self._engine.closed:
@@ -185,39 +181,24 @@ class Publisher:
                 log.debug("rank %d: its state is not published: %s", self._world.rank, error)
 
 
-class _Sums(NamedTuple):
-    """The sums so far, of which differences are published.
+def _sums(
+    engine: Engine,
+    counts: Counts,
+    waits: list[tuple[Wait, float]],
+    works: list[Work[Any]],
+    now: float,
+) -> tuple[float, ...]:
+    """Return the sums so far, of which differences are published. Lock held.
 
-    time      on the engine's clock
-    blocked   seconds that threads were and are blocked in calls, without very short waits
-    waiting   the same by the counters, since these began
-    calls     seconds of calls, from their beginning to their end, or now
-    sent, received   bytes
+    The time; the seconds that threads were and are blocked in calls, without very short waits, and
+    the same by the counters; the seconds of calls, to their end or now; bytes sent, and received.
     """
-
-    time: float
-    blocked: float
-    waiting: float
-    calls: float
-    sent: int
-    received: int
-
-    @classmethod
-    def of(
-        cls,
-        engine: Engine,
-        counts: Counts,
-        waits: list[tuple[Wait, float]],
-        works: list[Work[Any]],
-        now: float,
-    ) -> _Sums:
-        """Return the sums of this moment. Lock held."""
-        blocked = sum(now - began for _, began in waits)
-        if isinstance(world := engine.groups.get(WORLD_ID), Group):
-            blocked += world.seconds_waiting
-        calls = sum(each.seconds for each in counts.operations.values())
-        calls += sum(now - work.call.started for work in works)
-        return cls(now, blocked, counts.seconds_waiting, calls, counts.bytes_out, counts.bytes_in)
+    blocked = sum(now - began for _, began in waits)
+    if isinstance(world := engine.groups.get(WORLD_ID), Group):
+        blocked += world.seconds_waiting
+    calls = sum(each.seconds for each in counts.operations.values())
+    calls += sum(now - work.call.started for work in works)
+    return now, blocked, counts.seconds_waiting, calls, counts.bytes_out, counts.bytes_in
 
 
 def check(environ: Mapping[str, str]) -> None:

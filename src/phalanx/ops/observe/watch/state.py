@@ -33,87 +33,52 @@ MOST_BYTES = 1 << 20  # of one file of states
 
 
 class RankState(msgspec.Struct, kw_only=True):
-    """One rank at one moment. Numbers that are not known are 0, and texts "".
+    """One rank at one moment. Numbers that are not known are 0, and texts ""."""
 
-    rank, host, pid     its rank in the job, the name of its host, its process
-    machine             the same for processes that see each other's numbers: of one host
-    generation          number of earlier starts of the job's ranks
-    time                of this state: seconds since 1970, by that host's clock
-    status, reason      of its process; the reason in words, if it is stopped or dead
-    step                the number of the step that has ended last, if the program logs it; or None
-    step_seconds        duration of that step
-    operation           the call that is under way, such as "all_reduce"; "" for none: it computes
-    signature           arguments of the call, such as "float32 [32], sum"
-    group               the ranks of its group, in words; "" for all ranks
-    where               the line of the program, such as "train.py:57"
-    sequence            the number of the call in its group; None if there is no call
-    seconds_in          seconds for which the call has been under way
-    waits_for           ranks (of the job) for which the call waits now; empty if it computes
-    last_call           the call that ended last, in words
-    waiting             share of time (0..1) blocked in calls, since the state before this one
-    communicating       share of time (0..1) in which calls were under way and it was not blocked:
-                        it computed meanwhile. 1 - waiting - communicating: it computed, no more
-    sent, received      bytes a second, to and from all peers, since the state before
-    memory              bytes of memory that the process has (resident)
-    log                 the last line that it has printed, without control characters
-    values              logged values, such as the loss, by name. A number that JSON does
-                        not have is text: "nan", "inf", "-inf"
-    """
-
-    rank: int
-    host: str = ""
+    rank: int  # in the job
+    host: str = ""  # the name of its host
     pid: int = 0
-    machine: str = ""
-    generation: int = 0
-    time: float = 0.0
-    status: Status = "running"
-    reason: str = ""
-    step: int | None = None
-    step_seconds: float = 0.0
-    operation: str = ""
-    signature: str = ""
-    group: str = ""
-    where: str = ""
-    sequence: int | None = None
-    seconds_in: float = 0.0
-    waits_for: list[int] = msgspec.field(default_factory=list)
-    last_call: str = ""
+    machine: str = ""  # the same for processes that see each other's numbers: of one host
+    generation: int = 0  # number of earlier starts of the job's ranks
+    time: float = 0.0  # of this state: seconds since 1970, by that host's clock
+    status: Status = "running"  # of its process
+    reason: str = ""  # of the status, in words, if it is stopped or dead
+    step: int | None = None  # the step that has ended last, if the program logs it
+    step_seconds: float = 0.0  # duration of that step
+    operation: str = ""  # the call that is under way, such as "all_reduce"; "": it computes
+    signature: str = ""  # arguments of the call, such as "float32 [32], sum"
+    group: str = ""  # the ranks of its group, in words; "" for all ranks
+    where: str = ""  # the line of the program, such as "train.py:57"
+    sequence: int | None = None  # the number of the call in its group
+    seconds_in: float = 0.0  # for which the call has been under way
+    waits_for: list[int] = msgspec.field(default_factory=list)  # of the job; empty: it computes
+    last_call: str = ""  # the call that ended last, in words
+    # Shares of time (0..1) since the state before this one: in which calls were under way while it
+    # computed, and blocked in calls. In the rest it computed, no more.
     communicating: float = 0.0
     waiting: float = 0.0
-    sent: float = 0.0
+    sent: float = 0.0  # bytes a second, to all peers, since the state before
     received: float = 0.0
-    memory: int = 0
-    log: str = ""
+    memory: int = 0  # bytes of memory that the process has (resident)
+    log: str = ""  # the last line that it has printed, without control characters
+    # Logged ones, such as the loss. A number that JSON does not have is text: "nan", "inf", "-inf".
     values: dict[str, float | str] = msgspec.field(default_factory=dict)
 
 
 class JobState(msgspec.Struct, kw_only=True):
-    """A job at one moment.
+    """A job at one moment."""
 
-    name        the script, or module, with its arguments
-    world_size  number of ranks
-    time        of this state: seconds since 1970, by the watcher's clock
-    ranks       all of them, in rank order; also those that have published nothing
-    generation  number of earlier starts of all ranks
-    slowest     the rank that the others wait for: at the end of the chain, or the one that waits
-    least; None if all wait alike
-    chain       while something stalls: its cause, and then the waits, one line each; else empty
-    ended       the end of the job, in words; "" while it runs. It is the last state then
-    """
-
-    name: str
+    name: str  # the script, or module, with its arguments
     world_size: int
-    time: float
-    ranks: list[RankState]
-    generation: int = 0
+    time: float  # of this state: seconds since 1970, by the watcher's clock
+    ranks: list[RankState]  # all of them, in rank order; also those that have published nothing
+    generation: int = 0  # number of earlier starts of all ranks
+    # The rank that the others wait for: at the end of the chain, or the one that waits least; None
+    # if all wait alike.
     slowest: int | None = None
+    # While something stalls: its cause, and then the waits, one line each.
     chain: list[str] = msgspec.field(default_factory=list)
-    ended: str = ""
-
-
-_TEXTS = tuple(
-    "host machine reason operation signature group where last_call log".split()  # noqa: SIM905
-)
+    ended: str = ""  # the end of the job, in words, in its last state; "" while it runs
 
 
 def number(value: float) -> float | str:
@@ -137,8 +102,9 @@ def bounded(state: RankState) -> RankState:
 
     It comes from another process, and may hold anything that its types allow.
     """
-    for name in _TEXTS:
-        setattr(state, name, plain(getattr(state, name)))
+    for name, value in msgspec.structs.asdict(state).items():
+        if isinstance(value, str):
+            setattr(state, name, plain(value))
     state.waits_for = state.waits_for[:MOST_RANKS]
     state.values = {
         plain(name): plain(value) if isinstance(value, str) else value

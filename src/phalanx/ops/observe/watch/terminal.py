@@ -167,11 +167,11 @@ def _bytes(count: float) -> str:
     """Return a count of bytes in three digits: `12.3M`; nothing for none."""
     if not count:
         return ""
-    for unit in "BKMGT":
-        if count < 1000 or unit == "T":
+    for unit in "BKMG":
+        if count < 1000:
             return f"{count:.3g}{unit}"
         count /= 1024
-    return ""
+    return f"{count:.3g}T"
 
 
 _COLUMNS = (

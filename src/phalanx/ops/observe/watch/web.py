@@ -48,22 +48,16 @@ _STATUS: dict[Status, str] = dict(zip(get_args(Status), "srtdue", strict=True))
 class Sample(msgspec.Struct, kw_only=True):
     """The data that a page draws of one state of a job.
 
-    time           seconds since 1970, by the watcher's clock
-    ranks          three characters for each rank: shares of time communicating and waiting, 0..z,
-                   and its status (see `_STATUS`)
-    steps          seconds that the last step of the fastest and the slowest rank took
-    sent, received bytes a second, of all ranks together
-    values         means over the ranks of logged values, such as the loss
-
     Ranks that do not run any more count for `ranks` alone: their last values are old.
     """
 
-    time: float
+    time: float  # seconds since 1970, by the watcher's clock
+    # Three characters a rank: shares of time communicating and waiting, 0..z, and its `_STATUS`.
     ranks: str
-    steps: tuple[float, float]
-    sent: float
+    steps: tuple[float, float]  # seconds that the last step of the fastest and slowest rank took
+    sent: float  # bytes a second, of all ranks together
     received: float
-    values: dict[str, float]
+    values: dict[str, float]  # means over the ranks of logged values, such as the loss
 
 
 def sample(job: JobState) -> Sample:
@@ -115,15 +109,11 @@ class Curves:
 
 
 class Feed:
-    """The latest state of a job and the samples before it, for any number of pages.
-
-    number   of the latest state, from 1
-    over     whether it is the last one, or the server ends
-    """
+    """The latest state of a job and the samples before it, for any number of pages."""
 
     def __init__(self) -> None:
-        self.number = 0
-        self.over = False
+        self.number = 0  # of the latest state, from 1
+        self.over = False  # whether it is the last one, or the server ends
         self._state = b"null"
         self._samples: deque[tuple[int, float, bytes]] = deque(maxlen=MOST_SAMPLES)
         self._curves = Curves()
@@ -168,8 +158,6 @@ class Feed:
 class PageServer(HttpServer):
     """Serves the page of one feed on loopback, at a port of its own if it is 0.
 
-    address   to open in a browser; anybody with it has access
-
     Raises `MisuseError` if the port is not available.
     """
 
@@ -186,6 +174,7 @@ class PageServer(HttpServer):
         self.feed = feed
         self.word = secrets.token_urlsafe(24)
         self.port = listener.getsockname()[1]
+        # To open in a browser; anybody with it has access.
         self.address = f"http://127.0.0.1:{self.port}/{self.word}/"
         self._page, policy = assemble(__package__, more_policy="; connect-src 'self'")
         self.headers = (
