@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # so that any test may import `c
 
 from checkered import split
 from forms import LONG, QUICK, examples, quick
+from together import Together
 
 if TYPE_CHECKING:
     from phalanx.launch.run import Job
@@ -52,7 +53,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cluster" not in metafunc.fixturenames:
         return
     from clusters import CLUSTERS, Wide
-    from together import Together
 
     time_passes = metafunc.definition.get_closest_marker("timeouts") is not None
     required = {what for m in metafunc.definition.iter_markers("requires") for what in m.args}
@@ -93,8 +93,6 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """A test that is given clusters that come together is called once for each of them."""
-    from together import Together
-
     given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     for name, value in given.items():
         if isinstance(value, Together):

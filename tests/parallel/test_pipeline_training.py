@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from phalanx import Backend, SimulatedBackend, balance_stages, simulate
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 5, 6])
 def test_training_on_any_number_of_stages_equals_plain_training(stages: int, schedule: str) -> None:
@@ -51,6 +52,7 @@ def test_training_equals_plain_training_on_every_kind_of_backend(cluster: Cluste
         assert_same_training(list(per_rank), train_plainly(deep(), adam, batches))
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("micro_batches", [1, 3, 11])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_any_number_of_micro_batches_gives_the_same(micro_batches: int, schedule: str) -> None:

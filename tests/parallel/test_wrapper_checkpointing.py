@@ -219,6 +219,7 @@ def test_the_whole_wrapper_may_be_inside_a_checkpoint(
     assert_gradients(found, 2, build, passes[-1])
 
 
+@pytest.mark.checkered
 @REENTRANT
 @every_ddp
 def test_outputs_in_a_container_of_the_user_s_own_work_with_checkpoints(
@@ -233,6 +234,7 @@ def test_outputs_in_a_container_of_the_user_s_own_work_with_checkpoints(
     assert_as_without_checkpoints(found, 2, GivesList, passes[-1])
 
 
+@pytest.mark.checkered
 @REENTRANT
 @every_fsdp
 def test_an_error_while_it_is_computed_again_reaches_the_caller_and_training_goes_on(
