@@ -156,8 +156,9 @@ CASES = [
 def test_gradients_are_those_without_checkpoints(
     wrap: Wrapping, kind: Callable[[bool], nn.Module], reentrant: bool
 ):
-    passes = [partial(backward, number=number) for number in range(3)]
-    *_, found = wrap.gradients(2, of(kind, reentrant), *passes)
+    """In the second pass, in which DDP has buckets in another order."""
+    passes = [partial(backward, number=number) for number in range(2)]
+    _, found = wrap.gradients(2, of(kind, reentrant), *passes)
     assert_as_without_checkpoints(found, 2, kind, passes[-1])
 
 
