@@ -22,6 +22,7 @@ from typing import ClassVar, TypeVar
 
 import pytest
 import torch
+from together import note
 
 import phalanx
 from phalanx import (
@@ -347,11 +348,6 @@ def first_cause(failures: list[BaseException]) -> BaseException:
     """Of the errors of several ranks, the first that does not only tell that another is gone."""
     follows = (phalanx.PeerLostError, RankStopped)
     return next((error for error in failures if not isinstance(error, follows)), failures[0])
-
-
-def note(error: BaseException, note: str) -> None:
-    if hasattr(error, "add_note"):  # since Python 3.11
-        error.add_note(note)
 
 
 def _where(thread: threading.Thread) -> str:

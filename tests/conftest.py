@@ -1,4 +1,7 @@
-"""What all tests share: the clusters, and how hypothesis behaves."""
+"""What all tests share: the clusters, and how hypothesis behaves.
+
+What imports torch is imported by those who need it: the process that only hands out tests does not.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
@@ -21,12 +25,11 @@ sys.path.insert(0, str(Path(__file__).parent / "checkpoint"))
 sys.path.insert(0, str(Path(__file__).parent))  # so that any test may import `clusters`
 
 from checkered import split
-from clusters import CLUSTERS, Cluster, Wide
 from forms import LONG, QUICK, examples, quick
 from together import Together
 
-import phalanx.launch.run as launcher
-from phalanx.launch.run import Job
+if TYPE_CHECKING:
+    from phalanx.launch.run import Job
 
 hypothesis.settings.register_profile(
     "phalanx", deadline=None, derandomize=True, max_examples=examples(100)
@@ -49,6 +52,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that takes `cluster` is run on every kind of backend."""
     if "cluster" not in metafunc.fixturenames:
         return
+    from clusters import CLUSTERS, Wide
+
     time_passes = metafunc.definition.get_closest_marker("timeouts") is not None
     required = {what for m in metafunc.definition.iter_markers("requires") for what in m.args}
     wide = [Wide()] if metafunc.definition.get_closest_marker("wide") is not None else []
@@ -74,9 +79,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collectstart() -> None:
     """What twelve thousand tests consist of lives to the end: the garbage collector skips it."""
+    gc.disable()
     gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -97,12 +108,16 @@ def asking_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     Where most of a file's tests would only wait for that. The half second of every day passes in
     test_conformance_agreement.py, and wherever ranks are processes.
     """
+    from clusters import Cluster
+
     monkeypatch.setattr(Cluster, "ask_every", 0.1)
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     """The jobs that a command line asks for; none is run, and each ends with exit code 5."""
+    import phalanx.launch.run as launcher
+
     jobs: list[Job] = []
 
     def note(job: Job) -> int:

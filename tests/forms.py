@@ -7,7 +7,8 @@
 The short and the long one check the same promises; the long form tries them on more examples, at
 larger sizes, and in every combination. Of a test that is marked `checkered` the short form has
 every value of every parameter and, if it has three parameters or more, every pair of values. What
-goes wrong only where three values meet is left to the long form.
+goes wrong only where certain values meet, three or the two of two parameters, is left to the long
+form.
 
 The quick one checks fewer: what runs in one process, on simulated ranks, and of each test the first
 of its cases.

@@ -16,7 +16,8 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import pytest
-from clusters import LIBRARYS_OWN, PATIENCE, TIMEOUT, Cluster, RankFunction, first_cause, note
+from clusters import LIBRARYS_OWN, PATIENCE, TIMEOUT, Cluster, RankFunction, first_cause
+from together import note
 from waiting import wait_until
 
 from phalanx import Backend, MpiBackend

@@ -19,6 +19,7 @@ from types import ModuleType
 import pytest
 import torch
 from documents import ROOT
+from forms import LONG
 from processes import run_job, run_python
 from torch import Tensor, nn
 
@@ -87,6 +88,25 @@ def run_command(command: str, folder: Path) -> list[subprocess.CompletedProcess[
         done = run_job(words, ranks, folder=folder)
     assert [each.returncode for each in done] == [0] * ranks, done
     return done
+
+
+def assert_prints(command: str, runs: dict[str, str], folder: Path) -> None:
+    """A command prints what the page says, on its first rank.
+
+    One that ends as another one before it is run for one epoch in the short form: its numbers are
+    compared, in double precision, by the tests of the scripts.
+    """
+    shown = runs[command]
+    before = [*runs.values()][: [*runs].index(command)]
+    again = not LONG and any(
+        epochs(other)[-1] == pytest.approx(epochs(shown)[-1], abs=0.01) for other in before
+    )
+    first, *others = run_command(command + " --epochs 1" * again, folder)
+    assert not any(epochs(each.stdout) for each in others)
+    if again:
+        assert [line[0] for line in epochs(first.stdout)] == [0]
+    else:
+        assert_shown(first.stdout, shown)
 
 
 # Pictures ---------------------------------------------------------------------------------------

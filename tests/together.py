@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from clusters import Cluster, note
+if TYPE_CHECKING:
+    from clusters import Cluster
 
 
 class Together:
@@ -41,6 +43,11 @@ class Together:
             for error in failures[1:]:
                 note(failures[0], f"another failed, too: {error!r} {_notes(error)}")
             raise failures[0]
+
+
+def note(error: BaseException, note: str) -> None:
+    if hasattr(error, "add_note"):  # since Python 3.11
+        error.add_note(note)
 
 
 def _notes(error: BaseException) -> str:

@@ -34,12 +34,11 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing import connection, forkserver, resource_tracker
-from multiprocessing.context import ForkServerProcess
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
 
-from processes import fork_server, run_words
+from processes import Forked, fork_server, run_words
 
 FAR = 500  # a descriptor beyond those that programs have
 
@@ -105,7 +104,7 @@ def _serve(listener: socket.socket, program: str) -> None:
         threading.Thread(target=_fork, args=(sock, program), daemon=True).start()
 
 
-class _Forked(ForkServerProcess):
+class _Apart(Forked):
     """One that is not among the children of this process, for whose ends other threads look."""
 
     def start(self) -> None:
@@ -134,7 +133,7 @@ def _fork(sock: socket.socket, program: str) -> None:
         while len(said) < int.from_bytes(head, "little"):
             said += sock.recv(1 << 20)
         descriptors = [_Descriptor(number) for number in received]
-        process = _Forked(target=_become, args=(marshal.loads(said), descriptors, program))
+        process = _Apart(target=_become, args=(marshal.loads(said), descriptors, program))
         process.start()
         popen = process._popen  # type: ignore[attr-defined]
         for number in received:

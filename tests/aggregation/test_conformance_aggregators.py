@@ -25,6 +25,7 @@ from phalanx import (
 )
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("p", [1, 2, 3, 5])
 @pytest.mark.parametrize("name", EXACT)
 def test_averages_are_the_mean_over_the_ranks(name: str, p: int):
@@ -35,6 +36,7 @@ def test_averages_are_the_mean_over_the_ranks(name: str, p: int):
         torch.testing.assert_close(found, mean_of(p))
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("p", [1, 2, 5])
 @pytest.mark.parametrize("name", ALL)
 def test_every_rank_has_new_tensors_of_the_same_bits_and_the_gradients_are_not_changed(
@@ -81,6 +83,7 @@ def test_a_list_of_nothing_is_a_list_of_nothing(name: str):
     assert list(simulate(lambda b: ALONE[name](b).aggregate([]), 2)) == [[], []]
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ALL)
 def test_other_dtypes_and_mixtures_of_them_keep_their_dtypes(name: str, dtype: torch.dtype):

@@ -56,6 +56,7 @@ def test_training_goes_on_bit_for_bit_from_each_rank_s_own_state(name: str):
                 assert torch.equal(one, other)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize(("p", "q"), [(4, 2), (2, 3), (3, 1), (1, 4)])
 @pytest.mark.parametrize("name", WITH_FEEDBACK)
 def test_another_number_of_ranks_lacks_as_much_and_goes_on(name: str, p: int, q: int):
@@ -166,6 +167,7 @@ def test_a_key_of_more_ranks_than_there_can_be_is_nobody_s():
     simulate(run, 1)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("later", COMPRESSORS)
 @pytest.mark.parametrize("name", WITH_FEEDBACK)
 def test_another_compressor_goes_on_from_it_or_says_that_it_forgets(name: str, later: str, caplog):

@@ -13,6 +13,7 @@ from phalanx.aggregation import ServerMode
 OPTIMIZERS = {"SGD": sgd, "Adam": adam}
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(("servers", "workers"), [(1, 1), (1, 4), (2, 2), (3, 2)])
 def test_synchronous_training_is_that_of_one_process_to_the_last_bit(
@@ -42,6 +43,7 @@ def test_synchronous_training_is_that_of_one_process_to_the_last_bit(
     assert sorted(numbers) == list(range(len(expected)))
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize(("servers", "workers"), [(1, 1), (1, 3), (2, 2)])
 def test_every_mode_solves_the_task(mode: ServerMode, servers: int, workers: int) -> None:

@@ -25,6 +25,7 @@ def keep(kept: Matching, messages: int, size: int, channels: int) -> None:
         kept.deliver(channel, 1, memoryview(bytes(size)), 2**62 + number)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("channels", [1, 50, 5000], ids="{} channels".format)
 @pytest.mark.parametrize("size", [0, 1, 100, 3000], ids="{} bytes".format)
 def test_a_kept_message_counts_for_the_memory_that_it_takes(size: int, channels: int) -> None:

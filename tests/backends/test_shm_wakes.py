@@ -56,6 +56,7 @@ def large_message(backend: Backend) -> None:
         assert bool((into == 1).all())
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("call", [sum_, sum_later, large_message])
 @pytest.mark.parametrize("receive", [receive_in_a_thread, receive_in_the_background])
 def test_a_thread_that_sleeps_for_a_message_is_woken_for_epochs_too(

@@ -107,6 +107,7 @@ NOT_OURS = {
 }
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("end", ["stays", "hangs up", "resets"])
 @pytest.mark.parametrize("words", NOT_OURS.values(), ids=NOT_OURS.keys())
 def test_callers_do_not_keep_a_job_from_forming(

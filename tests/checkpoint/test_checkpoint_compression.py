@@ -55,6 +55,7 @@ def lacks(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return total_residual(own, len(own))
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_goes_on_bit_for_bit(kind: str, nested: bool, tmp_path: Path):
@@ -78,6 +79,7 @@ def test_training_goes_on_bit_for_bit(kind: str, nested: bool, tmp_path: Path):
             assert torch.equal(value, other[name]), name
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize(("p", "q"), [(3, 2), (2, 3), (2, 1)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_number_of_ranks_has_as_much_left_over(kind: str, p: int, q: int, tmp_path: Path):

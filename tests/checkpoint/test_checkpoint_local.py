@@ -155,6 +155,7 @@ def mean_of(states: list[dict[str, Tensor]], name: str) -> Tensor:
     return torch.stack([each[name] for each in states]).mean(0)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("kind", FEW)
 def test_another_number_of_ranks_begins_from_the_mean_and_synchronizes_as_soon(
@@ -251,6 +252,7 @@ def test_a_rank_that_is_a_step_behind_is_saved_too(tmp_path: Path):
 # State dicts -----------------------------------------------------------------------------------
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("kind", FEW)
 def test_each_rank_s_state_dict_is_enough_for_it(kind: str, nested: bool):

@@ -41,6 +41,7 @@ def halves(model: nn.Module, backend: Backend) -> nn.Module:
 WAYS: dict[str, Any] = {"plain": plain, "ddp": DDP, "sharded": FlatShards, "hybrid": halves}
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("after", [1, 3, 8])
 @pytest.mark.parametrize("before", [1, 2, 5, 8])
 def test_a_sharded_model_goes_on_with_any_number_of_ranks(
@@ -61,6 +62,7 @@ def test_a_sharded_model_goes_on_with_any_number_of_ranks(
     phalanx.simulate(go_on, after)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("into", WAYS)
 @pytest.mark.parametrize("saved", WAYS)
 def test_a_model_goes_on_with_another_strategy(saved: str, into: str, folder: Path) -> None:

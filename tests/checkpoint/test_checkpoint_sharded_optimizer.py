@@ -64,6 +64,7 @@ def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_it_goes_on_after_one_process_and_one_process_after_it(
@@ -92,6 +93,7 @@ def test_it_goes_on_after_one_process_and_one_process_after_it(
     assert_close(whole(model), expected)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("ranks", [(2, 3), (3, 1), (1, 2), (4, 5)], ids=str)
 @pytest.mark.parametrize("wraps", [("DDP", "FSDP"), ("FSDP", "DDP"), ("FSDP", "FSDP")], ids=str)
 def test_it_goes_on_with_another_number_of_ranks_and_wrapper(

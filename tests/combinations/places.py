@@ -6,6 +6,7 @@ Processes are started once, and run one cell after the other, each in a group of
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import multiprocessing
 import os
@@ -158,6 +159,7 @@ class Processes(Place):
 
 def serve(rank: int, pipe: Any) -> None:
     """Run cells until the pipe is closed."""
+    gc.freeze()  # the server's objects, which would be copied to be looked at
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     pipe.send_bytes(pickle.dumps("ready"))

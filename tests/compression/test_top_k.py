@@ -103,6 +103,7 @@ def _gaps(n: int) -> torch.Tensor:
     return values
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "make",

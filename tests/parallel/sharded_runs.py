@@ -7,6 +7,7 @@ from functools import partial
 
 from ddp_models import loss_of, mlp, vectors
 from ddp_runs import rows_of
+from forms import sizes
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 
@@ -19,7 +20,7 @@ FACTORIES: dict[str, Make] = {
     "Adafactor": partial(Adafactor, lr=0.05),
     "Muon": partial(Muon, lr=0.02),
 }
-STEPS = 20
+STEPS = sizes(5, 20)
 
 
 def optimizers(model: nn.Module, factory: Make, *, sharded: bool) -> list[Optimizer]:

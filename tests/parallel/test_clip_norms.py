@@ -54,6 +54,7 @@ def assert_all(norms: list[float], expected: Tensor) -> None:
 # Nested, on meshes ----------------------------------------------------------------------------
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("norm_type", NORMS)
 @pytest.mark.parametrize(
     "sharded",

@@ -102,6 +102,7 @@ def alone(loss: Callable[[nn.Module, Tensor], Tensor], build=mlp, numbers=(0,)):
     return mean_of([one(rank) for rank in range(RANKS)])
 
 
+@pytest.mark.checkered
 @every_option
 @every_loss
 def test_a_loss_with_gradients_in_it_is_trained_as_in_one_process(loss, options):

@@ -185,6 +185,7 @@ def freeze(model: nn.Module, layers: tuple[str, ...]) -> None:
         parameter.requires_grad_(name.split(".")[0] not in layers)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("first", STAGES, ids=str)
 def test_parameters_are_frozen_and_unfrozen_between_passes(first, options):

@@ -35,6 +35,7 @@ def joined(shares, numbers=(0,)) -> Gradients:
     return gradients(plain)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("bucket_size", [1, 1 << 20])
 @pytest.mark.parametrize("shares", SHARES, ids=str)
 def test_weighted_gradients_are_those_of_the_joined_batch(shares, bucket_size: int):

@@ -31,6 +31,7 @@ def loss_of(model: nn.Module, rank: int, number: int = 0) -> Tensor:
     return model(noise(4, 6, seed=10 * number + rank)).pow(2).mean()
 
 
+@pytest.mark.checkered
 @every_way(WITH_HYBRID)
 @pytest.mark.parametrize("when", ["before wrapping", "after wrapping"])
 def test_a_gradient_hook_changes_the_mean(strategy: Any, where: Any, when: str) -> None:

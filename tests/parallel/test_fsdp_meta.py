@@ -70,6 +70,7 @@ def on_meta(kind: Any) -> nn.Module:
     return model
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("strategy", [*STRATEGIES, ShardingStrategy.hybrid(1)], ids=str)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_they_are_equal_to_models_built_on_the_cpu_with_the_same_seed(kind: Any, strategy: Any):

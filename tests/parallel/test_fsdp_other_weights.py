@@ -79,6 +79,7 @@ def loss_of(model: nn.Module, rank: int) -> Tensor:
     return model(noise(4, 6, seed=rank)).pow(2).mean()
 
 
+@pytest.mark.checkered
 @every_way()
 @pytest.mark.parametrize("kind", [Constant, Noisy, Adapted, parametrized, weight_norm])
 def test_gradients_are_those_of_one_process(strategy: Any, where: Any, kind: Any) -> None:

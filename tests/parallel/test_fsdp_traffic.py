@@ -31,6 +31,7 @@ def bytes_of_a_step(backend: Backend, strategy: ShardingStrategy, **options: obj
     return watched.bytes_sent
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize(
     ("strategy", "times"),

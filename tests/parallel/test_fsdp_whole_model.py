@@ -46,6 +46,7 @@ def loss_of(model: nn.Module, rank: int) -> Tensor:
     return model(noise(4, 6, seed=rank)).pow(2).sum()
 
 
+@pytest.mark.checkered
 @way
 @precision
 def test_inside_modules_have_full_parameters_and_outside_they_have_shards(
@@ -150,6 +151,7 @@ def test_between_forward_and_backward_it_changes_nothing_unless_something_is_wri
     assert_close(joined(on_ranks(where, RANKS, mlp, body)), alone(mlp, losses))
 
 
+@pytest.mark.checkered
 @way
 @precision
 def test_unwrap_gives_the_plain_module_which_trains_on(dtype: Any, strategy: Any, where: Any):

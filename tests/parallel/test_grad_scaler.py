@@ -46,6 +46,7 @@ def plain_run() -> dict[str, Tensor]:
     return model.state_dict() | {"scale": torch.tensor(scaler.get_scale())}
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 @pytest.mark.parametrize("spoilt", [-1, 2], ids=["all finite", "one infinity in the third step"])
 def test_training_with_a_scaler_equals_plain_training(

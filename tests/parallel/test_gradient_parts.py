@@ -82,6 +82,7 @@ TORCHS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
 }
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("torchs", TORCHS.values(), ids=TORCHS)
 @pytest.mark.parametrize("make", PARTS.values(), ids=PARTS)
 def test_torchs_norm_of_parts_is_refused_in_every_step(make: Any, torchs: Any):

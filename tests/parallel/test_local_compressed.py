@@ -98,11 +98,11 @@ def test_between_syncs_ranks_stay_near_each_other(name: str):
     def run(backend: Backend):
         model = LocalSGD(mlp(), backend, every=1, compression=COMPRESSORS[name])
         optimizer = sgd(model.parameters())
-        for number in range(30):
+        for number in range(20):
             for group in optimizer.param_groups:
-                group["lr"] = 0.05 if number < 10 else 0.0
+                group["lr"] = 0.05 if number < 5 else 0.0
             take_step(model, optimizer, backend.rank, number)
-            if number == 9:
+            if number == 4:
                 early = values(model)
         return early, values(model)
 

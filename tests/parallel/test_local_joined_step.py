@@ -430,6 +430,7 @@ def test_a_state_between_two_syncs_has_what_ranks_have_seen(kind: str):
     )
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("way", ["the ranks' states", "a checkpoint"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("kind", MADE)

@@ -25,6 +25,7 @@ def train(model: nn.Module, batch: Callable[[int], tuple[Tensor, Tensor]]) -> No
         optimizer.step()
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("task", TASKS)
 def test_naive_training_is_training_in_one_process_on_the_joined_batch(task: str, world_size: int):
@@ -42,6 +43,7 @@ def test_naive_training_is_training_in_one_process_on_the_joined_batch(task: str
     assert_close(ranks[0], values(plain), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("bucket_size", [1, 150, 1 << 20])
 @pytest.mark.parametrize("task", TASKS)
 def test_ddp_trained_beside_it_has_the_same_parameters(task: str, bucket_size: int):

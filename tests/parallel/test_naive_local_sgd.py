@@ -42,6 +42,7 @@ def wrapped(module: nn.Module, backend: Backend, outer: Any) -> LocalSGD | DiLoC
     return DiLoCo(module, backend, every=EVERY, outer=outer)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("outer", OUTER.values(), ids=OUTER)
 def test_the_naive_form_is_the_algorithm_without_ranks(outer: MakeOptimizer | None, ranks: int):

@@ -209,6 +209,7 @@ class Counts(nn.Module):
         return Keeps.apply(self.linear(x), self.living, self.most)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (3, 2), (3, 7), (4, 8)])
 def test_the_schedule_decides_how_many_activations_live(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ddp_runs import outcome_of, rows_of
+from forms import sizes
 from pipeline_runs import SCHEDULES, SIZE, adam, batch, deep, piped
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -93,7 +94,7 @@ def plainly(steps: int) -> tuple[nn.Module, list[float], list[float]]:
     ("wrap", "schedule"),
     [
         *((DDP, schedule) for schedule in SCHEDULES),
-        *((FULL, schedule) for schedule in SCHEDULES),
+        *((FULL, schedule) for schedule in sizes(["1f1b", "interleaved_1f1b"], SCHEDULES)),
         (GRADIENTS, "1f1b"),
         (GRADIENTS, "zb_v"),
         (NONE, "interleaved_1f1b"),

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from phalanx import Backend, SimulatedBackend, balance_stages, simulate
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 5, 6])
 def test_training_on_any_number_of_stages_equals_plain_training(stages: int, schedule: str) -> None:
@@ -40,17 +41,19 @@ def test_training_on_any_number_of_stages_equals_plain_training(stages: int, sch
 
 
 def test_training_equals_plain_training_on_every_kind_of_backend(cluster: Cluster) -> None:
-    batches = [batch(rows, seed) for seed, rows in enumerate([6, 7, 6])]
+    batches = [batch(rows, seed) for seed, rows in enumerate([6, 7])]
     model = deep()
 
     def run(backend: Backend) -> list[Any]:
         pipelines = [piped(backend, deepcopy(model), 3, schedule) for schedule in SCHEDULES]
         return [train_piped(pipeline, adam, batches) for pipeline in pipelines]
 
+    expected = train_plainly(deep(), adam, batches)
     for per_rank in zip(*cluster.run(run, 3), strict=True):
-        assert_same_training(list(per_rank), train_plainly(deep(), adam, batches))
+        assert_same_training(list(per_rank), expected)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("micro_batches", [1, 3, 11])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_any_number_of_micro_batches_gives_the_same(micro_batches: int, schedule: str) -> None:

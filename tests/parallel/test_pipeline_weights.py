@@ -10,6 +10,7 @@ import re
 from contextlib import nullcontext
 from typing import Any
 
+import forms
 import pytest
 import torch
 from clusters import Cluster, Cooperative, Tcp
@@ -53,7 +54,7 @@ from phalanx.parallel.wrapper import slices_in
     ("name", "schedule"),
     [
         *(("DDP", schedule) for schedule in SCHEDULES),
-        *(("FSDP", schedule) for schedule in SCHEDULES),
+        *(("FSDP", schedule) for schedule in forms.sizes(["1f1b", "zb_v"], SCHEDULES)),
         ("both", "1f1b"),
         ("SHARD_GRAD_OP", "zb_h1"),
         ("NO_SHARD", "interleaved_1f1b"),

@@ -70,7 +70,7 @@ def trained(factory: Make, *, sharded: bool, **how: Any) -> Body:
 @pytest.mark.checkered
 @every_factory
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
-def test_twenty_steps_give_the_bits_of_plain_ddp(factory: Make, ranks: int) -> None:
+def test_steps_give_the_bits_of_plain_ddp(factory: Make, ranks: int) -> None:
     exact = {"reproducible": True}
     found = on_ranks(ranks, trained(factory, sharded=True), **exact)
     expected = on_ranks(ranks, trained(factory, sharded=False), **exact)

@@ -54,9 +54,7 @@ def with_ddp(factory: Make, ranks: int) -> dict[str, Tensor]:
 @every_factory
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_twenty_steps_give_the_bits_of_ddp(
-    ranks: int, strategy: ShardingStrategy, factory: Make
-) -> None:
+def test_steps_give_the_bits_of_ddp(ranks: int, strategy: ShardingStrategy, factory: Make) -> None:
     found = on_ranks(COOPERATIVE, ranks, mlp, trained(strategy, factory))
     assert_same_bits([*found, with_ddp(factory, ranks)])
 

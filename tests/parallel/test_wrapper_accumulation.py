@@ -63,6 +63,7 @@ def test_accumulated_gradients_are_the_sum_over_the_passes(plan: str, wrap: Wrap
     assert_sums(plan, mlp, wrap)
 
 
+@pytest.mark.checkered
 @every_ddp
 @pytest.mark.parametrize("plan", ["kkka", "kk."])
 def test_they_are_so_where_layers_are_used_in_another_order(plan: str, wrap: Wrapping):
@@ -97,6 +98,7 @@ def test_an_optimizer_may_step_between_passes_that_are_kept(wrap: Wrapping):
     assert_close(joined([pieces for _, pieces in found]), gradients(plain))
 
 
+@pytest.mark.checkered
 @every_wrapping
 @pytest.mark.parametrize("kept", [False, True])
 def test_zero_grad_drops_what_was_averaged_and_what_was_kept(kept: bool, wrap: Wrapping):

@@ -156,8 +156,9 @@ CASES = [
 def test_gradients_are_those_without_checkpoints(
     wrap: Wrapping, kind: Callable[[bool], nn.Module], reentrant: bool
 ):
-    passes = [partial(backward, number=number) for number in range(3)]
-    *_, found = wrap.gradients(2, of(kind, reentrant), *passes)
+    """In the second pass, in which DDP has buckets in another order."""
+    passes = [partial(backward, number=number) for number in range(2)]
+    _, found = wrap.gradients(2, of(kind, reentrant), *passes)
     assert_as_without_checkpoints(found, 2, kind, passes[-1])
 
 
@@ -219,6 +220,7 @@ def test_the_whole_wrapper_may_be_inside_a_checkpoint(
     assert_gradients(found, 2, build, passes[-1])
 
 
+@pytest.mark.checkered
 @REENTRANT
 @every_ddp
 def test_outputs_in_a_container_of_the_user_s_own_work_with_checkpoints(
@@ -233,6 +235,7 @@ def test_outputs_in_a_container_of_the_user_s_own_work_with_checkpoints(
     assert_as_without_checkpoints(found, 2, GivesList, passes[-1])
 
 
+@pytest.mark.checkered
 @REENTRANT
 @every_fsdp
 def test_an_error_while_it_is_computed_again_reaches_the_caller_and_training_goes_on(

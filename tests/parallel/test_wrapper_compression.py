@@ -225,6 +225,7 @@ def test_it_works_on_every_kind_of_backend(kind: Any, cluster: Cluster):
     wrap.gradients(3, mlp, one, one, ddp={**given, "bucket_size": 200}, fsdp=given)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16], ids=str)
 @cases(*FEW_SHARDED)
 def test_in_mixed_precision_nothing_is_lost_either(

@@ -193,6 +193,7 @@ NESTED = {
 }
 
 
+@pytest.mark.checkered
 @every_wrapping(among=[wrap for wrap in FSDPS if wrap.options["strategy"] is FULL_SHARD])
 @pytest.mark.parametrize("unit", NESTED.values(), ids=NESTED)
 def test_they_are_so_whatever_is_unsharded_together(unit: Any, wrap: Wrapping):

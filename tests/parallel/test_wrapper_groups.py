@@ -50,6 +50,7 @@ def assert_trains(wrap: Wrapping, ranks: int) -> None:
     assert_same_bits([state for _, state in found])
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("where", [SubOf(COMMON), SubOf(MESSAGES)], ids=lambda c: c.name)
 @pytest.mark.parametrize(
     ("kind", "options"),

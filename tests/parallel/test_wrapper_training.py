@@ -11,6 +11,7 @@ import torch
 from clusters import Hybrid
 from ddp_models import TASKS, images, loss_of, seeded
 from ddp_runs import assert_close, assert_same_bits, rows_of, values
+from forms import sizes
 from fsdp_runs import (
     COMMON,
     COOPERATIVE,
@@ -36,7 +37,7 @@ from phalanx import (
     simulate,
 )
 
-STEPS = 5
+STEPS = sizes(3, 5)
 ROWS = 3  # of each rank
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 Trained = tuple[list[float], dict[str, Tensor]]  # losses, and the whole model's state

@@ -82,6 +82,7 @@ def test_steps_are_what_one_process_gets_in_every_round(
     assert phalanx.simulate(rank, size) == [0] * size
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("way", ["auto", *STEPS])
 def test_every_way_to_step_is_what_one_process_gets_with_every_optimizer(
