@@ -56,8 +56,8 @@ BUDGETS = {  # of each package: lines, files
     "compression": (1_770, 7),
     "core": (5_475, 20),
     "fsdp": (2_746, 10),
-    "launch": (4_319, 21),
-    "native": (2_305, 8),
+    "launch": (4_335, 21),
+    "native": (2_310, 8),
     "ops": (730, 3),  # without its packages
     "ops.bench": (2_336, 8),
     "ops.clusters": (870, 5),
