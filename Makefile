@@ -245,6 +245,9 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet \
 		--constraint constraints.txt --editable '.[test,lint]'
+	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && ! command -v etcd > /dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends etcd-server \
+			|| echo "without etcd-server: the tests that need it are skipped"; fi
 	touch $@
 
 # Of most of these packages few modules are imported: compiling all would take a minute.
