@@ -5,7 +5,9 @@ The model's processes act by `next_action`, nothing else decides for them. Aroun
     a generation   j --move--> m --all have--> c --step--> h --vote--> v --all have--+
                                                ^                                     |
                                                +------ the step has counted ---------+
-                   r: re-forming, from any of these; n: a newcomer; d: dead
+                   r: re-forming, from any of these; d: dead; n: a newcomer, whom rank 0 knows, and
+                   for whom a vote may ask to re-form
+                   w: still writing what has counted, which only a fault brings about
     one host       two kept versions of each rank's part, whose writing a report ends
     a store        linearizable; a write may arrive late or never, though its writer saw an error
                    and has gone on, or is dead
@@ -27,6 +29,7 @@ from phalanx.elastic.membership import (
     Decision,
     HeldPart,
     JoinGeneration,
+    Newcomer,
     NextAction,
     Propose,
     Report,
@@ -44,7 +47,7 @@ class Process(NamedTuple):
 
     own      whole parts in its own memory, as (version, layout)
     mapped   the oldest generation whose kept versions it can read
-    held     the number of what its report says it can read, while it re-forms
+    says     the number of what its report says beside `lost`, while it re-forms
     version  the steps that have counted for it
     """
 
@@ -55,7 +58,7 @@ class Process(NamedTuple):
     version: int = 0
     own: tuple[tuple[int, int], ...] = ()
     mapped: int = 0
-    held: int = 0
+    says: int = 0
 
 
 class World(NamedTuple):
@@ -64,7 +67,7 @@ class World(NamedTuple):
     kept       by generation and rank: the valid versions, the newest last
     closed     bits of generations whose kept versions are not written any more
     sent       by generation: bits of the ranks that have moved, then of those in each vote
-    reports    of the newest generation, by rank: (lost, held), or None
+    reports    of the newest generation, by rank: (lost, says), or None
     late       writes on their way: generation, rank or None for a decision, value
     """
 
@@ -106,7 +109,7 @@ class Model:
         self.faults = deaths, doubts, lates
         self.decided: list[Decision | None] = [None]
         self.numbers: dict[Any, int] = {}
-        self.held: list[tuple[HeldPart, ...]] = [()]
+        self.said: list[tuple[tuple[HeldPart, ...], tuple[Newcomer, ...]]] = [((), ())]
         self.actions: dict[tuple[Any, ...], NextAction] = {}
 
     # The protocol's decisions, each of which a planted fault replaces ------------------------
@@ -179,7 +182,7 @@ class Model:
                 moves += self.group(world, number, process)
             if process.phase in GROUP + "r" and process.generation < self.last:
                 moves += self.losses(world, number, process)
-            if process.phase == "r":
+            if process.phase in "rn":
                 moves += self.look(world, number)
         if not moves:
             for number, process in enumerate(world.processes):
@@ -198,10 +201,7 @@ class Model:
         for number, process in enumerate(world.processes):
             if process.phase not in "dn":
                 dead = put(world.processes, number, Process("d"))
-                yield (
-                    f"{number} dies",
-                    world._replace(processes=dead, deaths=world.deaths - 1),
-                )
+                yield f"{number} dies", world._replace(processes=dead, deaths=world.deaths - 1)
 
     def losses(self, world: World, number: int, process: Process) -> Iterator[tuple[str, World]]:
         """Who loses another re-forms, and reports, or reports once more."""
@@ -220,21 +220,21 @@ class Model:
                 after = world._replace(doubts=world.doubts - doubts)
                 yield from self.reform(label, after, number, process.lost | 1 << rank)
         told = any(
-            each.phase == "n"
-            or each.generation > generation
-            or (each.phase, each.generation) == ("r", generation)
+            each.generation > generation or (each.phase, each.generation) == ("r", generation)
             for each in others
         )
-        if process.phase in GROUP and told:
-            yield from self.reform(f"{number} is told", world, number, 0)
+        voted = process.phase == "c" and self.step_of(process) > 1
+        asked = voted and any(each[:2] == ("n", generation) for each in world.processes)
+        if process.phase in GROUP and (told or asked):
+            yield from self.reform(f"{number} is {'told' if told else 'asked'}", world, number, 0)
 
     def reform(
         self, label: str, world: World, number: int, lost: int
     ) -> Iterator[tuple[str, World]]:
         process = world.processes[number]
         if process.phase in GROUP:
-            held = self.held_by(world, number, process)
-            process = process._replace(phase="r", held=held)
+            says = self.said_by(world, number, process)
+            process = process._replace(phase="r", says=says)
             world = world._replace(closed=world.closed | 1 << process.generation)
         after = world._replace(processes=put(world.processes, number, process._replace(lost=lost)))
         for action, reported in self.look(after, number):
@@ -296,7 +296,7 @@ class Model:
     def dropped(self, process: Process, signal: int) -> Process:
         return process._replace(mapped=process.generation) if signal >= self.drops_at else process
 
-    def held_by(self, world: World, number: int, process: Process) -> int:
+    def said_by(self, world: World, number: int, process: Process) -> int:
         held = set()
         for version, layout in process.own:
             members = self.members(world.decisions[layout - 1])
@@ -307,10 +307,16 @@ class Model:
                 for version in world.kept[layout - 1][rank]:
                     held.add(HeldPart(version, layout, rank, len(members)))
         parts = tuple(sorted(held, key=lambda each: (each.version, each.layout, each.part)))
-        if parts not in self.numbers:
-            self.numbers[parts] = len(self.held)
-            self.held.append(parts)
-        return self.numbers[parts]
+        newcomers = tuple(
+            Newcomer(str(other), str(other))
+            for other, each in enumerate(world.processes)
+            if each.phase == "n" and number == self.members(process.decision)[0]
+        )
+        words = parts, newcomers
+        if words not in self.numbers:
+            self.numbers[words] = len(self.said)
+            self.said.append(words)
+        return self.numbers[words]
 
     # The store -------------------------------------------------------------------------------
 
@@ -325,7 +331,7 @@ class Model:
             number,
             process.decision,
             process.lost,
-            process.held,
+            process.says,
             world.reports if process.generation == newest_of(world) else (),
             world.decisions[index + 1],
             overdue,
@@ -334,28 +340,21 @@ class Model:
         if action is None:
             action = self.actions[knows] = self.act(self.view(*knows))
         if isinstance(action, WriteReport):
-            report = (
-                index,
-                self.members(process.decision).index(number),
-                (process.lost, process.held),
-            )
+            rank = self.members(process.decision).index(number)
+            report = index, rank, (process.lost, process.says)
             yield from self.write(f"{number} reports", world, report)
         elif isinstance(action, Propose):
             self.check_proposal(world, process, action.decision, overdue)
             proposal = index + 1, None, self.number(action.decision)
             yield from self.write(f"{number} proposes {action.decision}", world, proposal)
         elif not isinstance(action, Await):
-            after = Process("n")
+            assert isinstance(action, (JoinGeneration, StandBy))
+            following = process.generation + 1, self.number(action.decision)
+            after = Process("n", *following)
             if isinstance(action, JoinGeneration):
-                after = process._replace(
-                    phase="j",
-                    generation=process.generation + 1,
-                    decision=self.number(action.decision),
-                    lost=0,
-                    held=0,
-                )
-            else:
-                assert isinstance(action, StandBy)
+                mapped = process.mapped or process.generation + 1
+                own, version = process.own, process.version
+                after = Process("j", *following, version=version, own=own, mapped=mapped)
             label = f"{number} {type(action).__name__}"
             yield label, world._replace(processes=put(world.processes, number, after))
 
@@ -364,12 +363,13 @@ class Model:
         number: int,
         decision: int,
         lost: int,
-        held: int,
+        says: int,
         reports: tuple[tuple[int, int] | None, ...],
         following: int,
         overdue: bool,
     ) -> View:
         current = self.decided[decision]
+        is_new = str(number) not in current.members
 
         def ranks(bits: int) -> tuple[int, ...]:
             return tuple(rank for rank in range(len(current.members)) if bits >> rank & 1)
@@ -380,14 +380,15 @@ class Model:
             generation=current.generation,
             members=current.members,
             lost=ranks(lost),
-            held=self.held[held],
+            held=self.said[says][0],
+            newcomers=self.said[says][1] or (Newcomer(str(number), str(number)),) * is_new,
             reports=tuple(
                 Report(
                     current.generation,
                     rank,
                     current.members[rank],
                     ranks(report[0]),
-                    self.held[report[1]],
+                    *self.said[report[1]],
                 )
                 for rank, report in enumerate(reports)
                 if report is not None
@@ -427,8 +428,8 @@ class Model:
         """Leave out what nobody can read any more."""
         newest = newest_of(world)
         processes = tuple(
-            each._replace(lost=0, held=0)
-            if each.phase == "r" and each.generation < newest and (each.lost or each.held)
+            each._replace(lost=0, says=0)
+            if each.phase == "r" and each.generation < newest and (each.lost or each.says)
             else each
             for each in world.processes
         )

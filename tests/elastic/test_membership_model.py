@@ -22,12 +22,13 @@ SHORT: list[tuple[int, dict[str, Any]]] = [
     (3, {"steps": (1, 1), "deaths": 2, "lates": 1}),
     (3, {"steps": (1, 1), "deaths": 1, "doubts": 1}),
     (3, {"steps": (2, 1), "deaths": 0, "doubts": 1}),
+    (3, {"steps": (1, 1, 1), "deaths": 0, "doubts": 1}),  # who was given up comes back
     (4, {"steps": (1, 1), "deaths": 2, "most": 20_000}),
 ]
 LONGER: list[tuple[int, dict[str, Any]]] = [
     (3, {"steps": (1, 1), "deaths": 2, "doubts": 1, "lates": 1}),
     (3, {"steps": (2, 1, 1), "deaths": 2, "lates": 1}),
-    (3, {"steps": (1, 1, 1), "deaths": 2, "doubts": 1}),
+    (3, {"steps": (1, 1, 1), "deaths": 1, "doubts": 1}),
     (4, {"steps": (1, 1), "deaths": 2}),
     (4, {"steps": (1, 1, 1), "deaths": 3, "doubts": 2, "lates": 1, "most": 500_000}),
 ]
