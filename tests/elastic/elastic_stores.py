@@ -60,7 +60,8 @@ class Etcd:
         url = "http://127.0.0.1:{}".format
         cluster = ",".join(f"m{n}={url(peer)}" for n, (_, peer) in enumerate(ports))
         self.where = "etcd://" + ",".join(f"127.0.0.1:{client}" for client, _ in ports)
-        self.processes = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.ports: list[int] = []
         for number, (client, peer) in enumerate(ports):
             options = {
                 "name": f"m{number}",
@@ -70,6 +71,8 @@ class Etcd:
                 "listen-peer-urls": url(peer),
                 "initial-advertise-peer-urls": url(peer),
                 "initial-cluster": cluster,
+                "heartbeat-interval": 50,  # ms
+                "election-timeout": 500,
                 "logger": "zap",
                 "log-outputs": folder / f"m{number}.log",
             }
@@ -80,6 +83,16 @@ class Etcd:
             opened.callback(process.wait)
             opened.callback(process.kill)
             self.processes.append(process)
+            self.ports.append(client)
+
+    def leader(self) -> subprocess.Popen[bytes]:
+        from etcd3gw.client import Etcd3Client
+
+        for port, process in zip(self.ports, self.processes, strict=True):
+            status = Etcd3Client("127.0.0.1", port, api_path="/v3/", timeout=20.0).status()
+            if status["leader"] == status["header"]["member_id"]:
+                return process
+        raise AssertionError("nobody leads")
 
 
 @contextmanager

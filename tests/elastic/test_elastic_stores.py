@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from elastic_stores import TOKEN, Etcd, MemoryStore, running_etcd
 
+from phalanx.elastic import stores
 from phalanx.elastic.membership import (
     Bounds,
     Decision,
@@ -226,6 +227,15 @@ def test_processes_agree_on_the_first_generation_and_on_the_next(opener: Opener,
     assert again == [JoinGeneration(expected)] * 4
 
 
+def test_newcomers_that_come_at_a_time_have_a_slot_each(opener: Opener, key: str) -> None:
+    opened = [JobStore(opener(), key, TOKEN.encode()) for _ in range(4)]
+    newcomers = [Newcomer(name, f"{name}:1") for name in "abcd"]
+    with ThreadPoolExecutor(4) as pool:
+        slots = [*pool.map(JobStore.enter, opened, newcomers)]
+    assert sorted(slots) == [0, 1, 2, 3]
+    assert opened[0].newcomers() == dict(zip(slots, newcomers, strict=True))
+
+
 # Seals -----------------------------------------------------------------------------------------
 
 
@@ -351,12 +361,24 @@ def test_etcd_that_is_not_there_is_named() -> None:
         store.get("key")
 
 
-def test_any_member_of_etcd_may_die(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_member_of_etcd_that_is_silent_is_passed_over(
+    etcd: Etcd, stack: ExitStack, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "_ONE_ENDPOINT", 0.05)
+    silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    where = f"etcd://127.0.0.1:{silent.getsockname()[1]},{etcd.where.removeprefix('etcd://')}"
+    store = stack.enter_context(closing(open_store(where, TOKEN, job="job").store))
+    assert store.compare_set(key, "", "value") == "value"
+    assert store.get(key) == "value"
+
+
+def test_the_leader_of_etcd_may_die(tmp_path_factory: pytest.TempPathFactory) -> None:
     with running_etcd(tmp_path_factory.mktemp("etcd"), members=3) as etcd:
         store = open_store(etcd.where, TOKEN, job="job", timeout=20.0).store
         assert store.compare_set("key", "", "value") == "value"
-        etcd.processes[0].send_signal(signal.SIGKILL)
-        etcd.processes[0].wait()
+        leader = etcd.leader()
+        leader.kill()
+        leader.wait()
         assert store.compare_set("key", "value", "after it") == "after it"
         assert store.get("key") == "after it"
         store.close()
