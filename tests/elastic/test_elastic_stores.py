@@ -155,6 +155,8 @@ def test_entries_come_as_they_were_written(opener: Opener, key: str) -> None:
     assert other.propose(decision) == decision
     assert one.propose(later) == decision
     assert one.decision(2) == decision
+    one.drop_report(1, 0)
+    assert other.report(1, 0) is None
 
 
 def test_newcomers_take_slots_and_leave_them(opener: Opener, key: str) -> None:

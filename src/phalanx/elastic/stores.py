@@ -37,7 +37,7 @@ from phalanx.wire.control import Endpoint, learned, parse_address
 
 _LONGEST_PAUSE = 0.02  # seconds between two looks at a store
 _ONE_ENDPOINT = 1.0  # seconds for one endpoint of etcd, if there are others
-_ETCD, _ETCD_PORT = "etcd://", 2379
+_ETCD = "etcd://"
 _FREE = Newcomer("", "")
 
 _T = TypeVar("_T")
@@ -123,6 +123,10 @@ class JobStore:
     def write_report(self, report: Report) -> None:
         """Write this process's report over an earlier one of its own."""
         self._write(f"report/{report.generation}/{report.rank}", report)
+
+    def drop_report(self, generation: int, rank: int) -> None:
+        """Free the room of an own report, once there is a decision on the next generation."""
+        self.store.set(f"{self._prefix}report/{generation}/{rank}", "")
 
     def newcomers(self) -> dict[int, Newcomer]:
         """Return all entries of newcomers, by slot; whether they still live, `beat` shows."""
@@ -277,7 +281,7 @@ class EtcdStore(KeyValueStore):
         self._refusal = exceptions.Etcd3Exception
         self._clients = [
             Etcd3Client(host, port, api_path="/v3/")
-            for host, port in map(_etcd_endpoint, where.removeprefix(_ETCD).split(","))
+            for host, port in map(parse_address, where.removeprefix(_ETCD).split(","))
         ]
 
     @override
@@ -317,10 +321,6 @@ class EtcdStore(KeyValueStore):
             except self._refusal as error:
                 raise self.failure(key, error.detail_text) from error
         raise self.failure(key, reason) from failure
-
-
-def _etcd_endpoint(text: str) -> Endpoint:
-    return parse_address(text if ":" in text else f"{text}:{_ETCD_PORT}")
 
 
 class ForeignStore(KeyValueStore):
