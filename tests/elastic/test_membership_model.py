@@ -8,12 +8,13 @@ most     states, for what is too large to be seen whole
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 from forms import LONG
-from membership_model import Model, Violation
+from membership_model import Model, Violation, World
 
 from phalanx.elastic.membership import NextAction, View
 
@@ -44,6 +45,24 @@ def test_the_promises_hold_in_every_interleaving(count: int, bounds: dict[str, A
     faults = {key: value for key, value in bounds.items() if key != "most"}
     seen = Model(count, **faults).explore(most)
     assert seen > (most or 5_000)
+
+
+class HasNoPatience(Model):
+    """Any process may be overdue at any time: a clock that is wrong costs no step."""
+
+    def successors(self, world: World) -> Iterator[tuple[str, World]]:
+        yield from super().successors(world)
+        for number, process in enumerate(world.processes):
+            if process.phase == "r":
+                for label, after in self.look(world, number, overdue=True):
+                    yield f"{label}, overdue", self.tidy(after)
+
+
+@pytest.mark.parametrize(
+    "bounds", [{"steps": (1, 1), "deaths": 2}, {"steps": (2, 1, 1), "deaths": 1}]
+)
+def test_no_promise_hangs_on_a_clock(bounds: dict[str, Any]) -> None:
+    assert HasNoPatience(3, **bounds).explore() > 5_000
 
 
 class Overwrites(Model):

@@ -44,8 +44,8 @@ vote has returned, which needs each rank's vote, and each rank votes with its pa
 version written. So a step that has counted on a member of g + 1 is in the version of g + 1, if
   * two versions are kept: the one that is written is invalid meanwhile;
   * those of the generation before stay until the first vote of this one;
-  * a report ends writing: a rank that was given up, and lives, changes no kept version of its
-    generation once a rank of its host has reported.
+  * a report ends the writing of what it says is held: a rank that was given up, and lives, changes
+    no kept version that another has reported.
 """
 
 from __future__ import annotations
