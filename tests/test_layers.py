@@ -55,10 +55,10 @@ BUDGETS = {  # of each package: lines, files
     "collectives": (5_202, 24),
     "compression": (1_761, 7),
     "core": (5_563, 21),
-    "elastic": (254, 2),
+    "elastic": (932, 4),
     "fsdp": (2_873, 10),
-    "launch": (4_332, 21),
-    "native": (2_302, 8),
+    "launch": (4_348, 21),
+    "native": (2_307, 8),
     "ops": (714, 3),  # without its packages
     "ops.bench": (2_231, 8),
     "ops.clusters": (840, 5),

@@ -89,6 +89,19 @@ def test_every_operation_does_what_it_says(stack: ExitStack) -> None:
         assert reader.get(f"{name}/1") == b"again"
 
 
+def test_of_those_who_compare_and_set_the_first_is_heard(stack: ExitStack) -> None:
+    server = hold(stack)
+    own, other = join(stack, server), join(stack, server)
+    assert own.compare_set("key", b"", b"first") == b"first"
+    assert other.compare_set("key", b"", b"second") == b"first"
+    assert other.compare_set("key", b"first", b"second") == b"second"
+    assert own.compare_set("other", b"first", b"second") == b""
+    assert (own.get("key"), own.get("other")) == (b"second", None)
+    full = b"x" * MOST_VALUE
+    own.set("key", full)
+    assert own.compare_set("key", full, full[1:]) == full[1:]
+
+
 def test_a_value_that_comes_is_heard_at_once_by_all_who_wait(stack: ExitStack) -> None:
     server = hold(stack)
     clients = [join(stack, server) for _ in range(3)]
@@ -195,8 +208,9 @@ def test_a_client_beyond_a_bound_is_told_and_the_others_go_on(
         store.set("b", b"x" * 1000)
     for key in "bc":
         store.set(key, "")
-    with pytest.raises(BackendUnavailableError, match=r"d: the store is full, it has 3 keys"):
-        store.add("d", 1)
+    for write in (lambda: store.add("d", 1), lambda: store.compare_set("d", b"", b"1")):
+        with pytest.raises(BackendUnavailableError, match=r"d: the store is full, it has 3 keys"):
+            write()
     assert other.get("b") == b""
     other.set("a", "")
     store.set("b", b"x" * 1000)  # there is room again
@@ -221,6 +235,7 @@ def test_an_add_to_what_is_no_number_is_told(stack: ExitStack) -> None:
         (message("set", "k", b"x" * (MOST_VALUE + 1)), "cannot be read"),
         (message("steal", "k"), "cannot be read"),
         (message("add", "k", b"", "1"), "cannot be read"),
+        (message("compare_set", "k", b"", 0, b"x" * (MOST_VALUE + 1)), "cannot be read"),
         (struct.pack("<I", 3) + b"\xc1\xc1\xc1", "cannot be read"),
         (struct.pack("<I", 0) + b"more", "cannot be read"),
         (struct.pack("<I", 60_000) + b"\x91" * 60_000, "cannot be read"),

@@ -41,7 +41,7 @@ MOST_KEYS = 1 << 18
 MOST_MEMORY = 64 << 20  # bytes of keys and values, with `_OVERHEAD` for each
 MOST_CLIENTS = 1 << 12  # at a time: a rank is one for a moment, when it meets the others
 _OVERHEAD = 200
-_LONGEST = MOST_VALUE + 4 * MOST_KEY + 64  # bytes of a message
+_LONGEST = 2 * MOST_VALUE + 4 * MOST_KEY + 64  # bytes of a message
 _AT_A_TIME = 64  # requests of one client before the others have a turn
 _CALLERS = 1024  # places for callers that have not proved themselves yet
 _PATIENCE = 60.0  # seconds for a reply
@@ -56,17 +56,19 @@ _Value = Annotated[bytes, msgspec.Meta(max_length=MOST_VALUE)]
 class StoreRequest(msgspec.Struct, array_like=True, frozen=True):
     """A client's request.
 
-    get   the value of `key`, or None
-    set   `key` has `value`
-    add   the number at `key`, from 0, with `number` added
-    wait  the value of `key`, as soon as it has one; the next request, of any kind, ends it
-    end   nothing: there is no reply. It ends a `wait`
+    get          the value of `key`, or None
+    set          `key` has `value`
+    compare_set  `key` has `value` if it had `expected`, b"" for none; its value then
+    add          the number at `key`, from 0, with `number` added
+    wait         the value of `key`, as soon as it has one; the next request, of any kind, ends it
+    end          nothing: there is no reply. It ends a `wait`
     """
 
-    op: Literal["get", "set", "add", "wait", "end"]
+    op: Literal["get", "set", "compare_set", "add", "wait", "end"]
     key: _Key = ""
     value: _Value = b""
     number: int = 0
+    expected: _Value = b""
 
 
 class StoreReply(msgspec.Struct, array_like=True, frozen=True):
@@ -141,6 +143,11 @@ class StoreServer(DoorServer):
         """Return the reply to a request. Called with the lock held."""
         if request.op == "set":
             return self._put(request.key, request.value) or StoreReply()
+        if request.op == "compare_set":
+            value = self._values.get(request.key, b"")
+            if value != request.expected:
+                return StoreReply(value=value)
+            return self._put(request.key, request.value) or StoreReply(value=request.value)
         if request.op == "add":
             return self._add(request)
         return StoreReply(value=self._values.get(request.key))  # get, and wait
@@ -297,7 +304,10 @@ class StoreClient:
     """A connection to the launcher's store, for one thread; it blocks, but handles signals.
 
     Every call may raise `BackendUnavailableError`, which names the store, the key, and the remedy.
+    It waits for a reply for `patience` seconds.
     """
+
+    patience = _PATIENCE
 
     def __init__(self, endpoint: Endpoint, sock: socket.socket, surplus: bytes) -> None:
         self._place = f"the launcher's store at {endpoint}"
@@ -315,6 +325,11 @@ class StoreClient:
         """Set the value of a key."""
         self._ask(StoreRequest("set", key, value.encode() if isinstance(value, str) else value))
 
+    def compare_set(self, key: str, expected: bytes, value: bytes) -> bytes:
+        """Set the value of a key that has `expected`, b"" for none; return its value then."""
+        request = StoreRequest("compare_set", key, value, expected=expected)
+        return self._ask(request).value or b""
+
     def add(self, key: str, amount: int) -> int:
         """Add to the number at a key, from 0; return the new one."""
         return self._ask(StoreRequest("add", key, number=amount)).number
@@ -329,16 +344,17 @@ class StoreClient:
         """Wait for the value of a key, and return it; None after `seconds`."""
         return self._exchange(StoreRequest("wait", key), seconds).value
 
-    def _exchange(self, request: StoreRequest, seconds: float = _PATIENCE) -> StoreReply:
+    def _exchange(self, request: StoreRequest, seconds: float | None = None) -> StoreReply:
         try:
             self._send(request)
             try:
-                return self._reply(time.monotonic() + seconds)
+                patience = self.patience if seconds is None else seconds
+                return self._reply(time.monotonic() + patience)
             except TimeoutError:
                 if request.op != "wait":
                     raise
                 self._send(StoreRequest("end"))
-                return self._reply(time.monotonic() + _PATIENCE)
+                return self._reply(time.monotonic() + self.patience)
         except OSError as error:
             self.close()
             raise BackendUnavailableError(
@@ -350,7 +366,7 @@ class StoreClient:
             raise
 
     def _send(self, request: StoreRequest) -> None:
-        self._socket.settimeout(_PATIENCE)
+        self._socket.settimeout(self.patience)
         self._socket.sendall(_pack(request))
 
     def _reply(self, deadline: float) -> StoreReply:

@@ -64,7 +64,7 @@ _LONGEST_ENTRY, _LONGEST_TEXT = 8192, 2000  # bytes of a word; characters of an 
 _MARK = "sealed"  # the empty entry, in the place of one, if there is no token
 
 
-def tries(deadline: float) -> Iterator[float]:
+def tries(deadline: float, longest_pause: float = _LONGEST_PAUSE) -> Iterator[float]:
     """Yield the seconds left until `deadline` (of the monotonic clock), for each try until then.
 
     The pauses between them become longer. This is how to wait for another process, because a wait
@@ -76,7 +76,7 @@ def tries(deadline: float) -> Iterator[float]:
         if time.monotonic() + pause > deadline:
             return
         time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        pause = min(2 * pause, longest_pause)
 
 
 def connect_torchs_store(endpoint: Endpoint, deadline: float) -> Store:
@@ -182,8 +182,13 @@ class Entries:
         return self._mac(b"word", [*self._scope, key, writer, text])
 
     def _mac(self, what: bytes, of: list[str | int]) -> str:
-        said = b"phalanx store " + what + b"\0" + msgspec.msgpack.encode(of)
-        return hmac.new(self._token, said, "sha256").hexdigest()
+        return store_mac(self._token, what, of)
+
+
+def store_mac(token: bytes, what: bytes, of: Sequence[str | int]) -> str:
+    """Return what only who holds the token can say of these words in a store, as hex digits."""
+    said = b"phalanx store " + what + b"\0" + msgspec.msgpack.encode(of)
+    return hmac.new(token, said, "sha256").hexdigest()
 
 
 class Announcement(msgspec.Struct, frozen=True):
