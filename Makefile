@@ -104,7 +104,7 @@ DOCS_READY := $(VENV)/.ready-docs
 CLIENTS_READY := $(CLIENTS_VENV)/.ready
 BESIDE_READY := $(BESIDE_VENV)/.ready
 OTHERS ?= accelerate deepspeed torchft hivemind
-DEBIAN := slurmctld slurmd slurm-client chromium etcd-server
+DEBIAN := slurmctld slurmd slurm-client chromium
 
 .PHONY: demo test test-quick test-torch-next test-clients recipes lint docs format bench stress exact blame torch-blame bad-days fuzz flood attack \
 	wide two-hosts links kill-saves notices combinations fence mutants agreement torch device loss-against-bytes slow-link pipeline-bubble thresholds numbers beside gate \
@@ -254,7 +254,7 @@ $(CLIENTS_READY): pyproject.toml constraints.txt
 		"$$(grep '^torch==' constraints.txt)"
 	$(CLIENTS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-compile \
 		--constraint constraints.txt --editable '.[test,clients]'
-	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && ! { command -v slurmctld && command -v chromium && command -v etcd; } > /dev/null; then \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && ! { command -v slurmctld && command -v chromium; } > /dev/null; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y $(DEBIAN) \
 			|| echo "without $(DEBIAN): the tests that need them are skipped"; fi
 	touch $@
