@@ -118,6 +118,31 @@ def test_those_who_are_left_go_on_from_the_checkpoint(
         assert_equal(found[place], state, f"rank {place}:")
 
 
+@pytest.mark.parametrize("name", ["full-shard", "full-shard-messages"])
+def test_what_was_accumulated_and_prefetched_is_forgotten(name: str, folder: Path) -> None:
+    """Also if the old group is whole."""
+    way = WAYS[name]
+
+    def prepare(inner: Backend) -> Rank:
+        rank = Rank.new(way, inner)
+        rank.step(0)
+        rank.save(folder)
+        with rank.model.no_sync():
+            rank.model(batch(inner.rank, 1)[0]).sum().backward()
+        rank.model.prefetch_forward_params()
+        return rank
+
+    def train(rank: Rank) -> Any:
+        rank.load(folder).step(7)
+        return rank.state()
+
+    ranks = way.cluster.run(prepare, 3)
+    fresh = way.cluster.run(lambda inner: train(Rank.new(way, inner)), 2)
+    found = way.cluster.run(lambda inner: train(ranks[1 - inner.rank].enter(inner)), 2)
+    for place, state in enumerate(fresh):
+        assert_equal(found[place], state, f"rank {place}:")
+
+
 @pytest.mark.parametrize("name", ["ddp-top-k", "full-shard", "shard-grad-op"])
 def test_a_rank_may_be_lost_while_others_regroup(name: str, folder: Path) -> None:
     """Then they do so again, in the next group."""
