@@ -197,7 +197,7 @@ class CooperativeScheduler:
         self._turn[process].acquire()
         self._random_states.give_to(process)
         if self._stopping:
-            raise RankStopped(f"process {process} was stopped because a rank failed")
+            raise RankStopped(f"rank {process} was stopped because another rank failed")
         if self.turns[process] == self._crashes.get(process):
             self._crashed.add(process)  # its code may still clean up, and wait no more
             with self.lock:
