@@ -72,7 +72,6 @@ def two(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.checkered
 @pytest.mark.parametrize("damage", [truncate, empty, lengthen, alter, remove])
 @pytest.mark.parametrize("name", FILES)
 def test_damage_is_found_and_named_and_the_previous_checkpoint_offered(

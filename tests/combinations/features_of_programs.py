@@ -15,6 +15,7 @@ import torch
 from feature import Feature, Inner, feature
 from job import Job
 from models import Fails, Steps, data_of
+from processes import fork_server
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
@@ -25,7 +26,7 @@ from wrappers import Way
 import phalanx
 from phalanx.torch_internals import copy_hooks
 
-try:  # here, once for all workers: it takes longer than ranks wait for each other
+try:  # not in a cell: it takes longer than ranks wait for each other
     import peft  # type: ignore[import-not-found]
 except ImportError:
     peft = None
@@ -272,9 +273,7 @@ class Workers(Feature):
     def context(self, job: Job) -> BaseContext:
         if not isinstance(job.backend, phalanx.SimulatedBackend):
             return multiprocessing.get_context("fork")
-        server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload(["torch"])
-        return server
+        return fork_server()
 
     @contextmanager
     def training(self, job: Job) -> Iterator[None]:

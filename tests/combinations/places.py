@@ -6,9 +6,7 @@ Processes are started once, and run one cell after the other, each in a group of
 from __future__ import annotations
 
 import faulthandler
-import gc
 import logging
-import multiprocessing
 import os
 import pickle
 import socket
@@ -23,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # which optimizers import; here once for all workers
+import torch._dynamo
 from cells import WRONG, Outcome, Verdict, judge, on_rank
 from feature import Feature
 from features import FEATURES
+from processes import fork_server
 from wrappers import BY_NAME, Way
 
 import phalanx
@@ -103,17 +102,13 @@ class Processes(Place):
         self._workers: list[tuple[Any, Any]] = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")  # which imports torch once for all
-        context.set_forkserver_preload(["places"])
-        given = os.environ.get("PYTHONPATH")
-        path = os.pathsep.join([str(Path(__file__).parent), *([given] if given else [])])
-        with environment(PYTHONPATH=path):
-            for rank in range(MOST):
-                here, there = context.Pipe()
-                process = context.Process(target=serve, args=(rank, there), daemon=False)
-                process.start()
-                there.close()
-                self._workers.append((process, here))
+        context = fork_server()  # which imports torch once for all
+        for rank in range(MOST):
+            here, there = context.Pipe()
+            process = context.Process(target=serve, args=(rank, there), daemon=False)
+            process.start()
+            there.close()
+            self._workers.append((process, here))
         for _, pipe in self._workers:
             self._receive(pipe, PATIENCE)  # it is there
 
@@ -159,7 +154,6 @@ class Processes(Place):
 
 def serve(rank: int, pipe: Any) -> None:
     """Run cells until the pipe is closed."""
-    gc.freeze()  # the server's objects, which would be copied to be looked at
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     pipe.send_bytes(pickle.dumps("ready"))

@@ -13,6 +13,7 @@ from blame_acts import error_of, then_go_on, until_error, until_told, went_on
 from blame_cast import Report, Verdict, cast, judge, let_pass
 from blame_stops import unharmed
 from networks import Network
+from processes import fork_server
 
 from phalanx import Backend
 
@@ -145,7 +146,7 @@ def send_too_much(backend: Backend, wire: Connection, seconds: float) -> Report 
 @contextmanager
 def busy_machine(processes: int) -> Iterator[None]:
     """So many processes that compute all the time, beside what is done here."""
-    context = multiprocessing.get_context("forkserver")
+    context = fork_server()
     burners = [context.Process(target=_burn, daemon=True) for _ in range(processes)]
     for burner in burners:
         burner.start()

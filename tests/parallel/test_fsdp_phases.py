@@ -148,7 +148,6 @@ WAYS: dict[Program, tuple[str, str, str]] = {  # of the model itself, of a and o
 }
 
 
-@pytest.mark.checkered
 @way
 @pytest.mark.parametrize("program", WAYS, ids=lambda each: each.__name__)
 def test_a_program_goes_its_way_through_the_phases(program: Program, strategy: Any, where: Any):
