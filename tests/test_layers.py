@@ -54,7 +54,7 @@ BUDGETS = {  # of each package: lines, files
     "cli": (1_057, 6),
     "collectives": (5_202, 24),
     "compression": (1_761, 7),
-    "core": (5_563, 21),
+    "core": (5_564, 21),
     "elastic": (932, 4),
     "fsdp": (2_873, 10),
     "launch": (4_348, 21),

@@ -91,6 +91,24 @@ def test_a_group_tells_of_its_own_ranks_by_their_numbers_in_it(ranks: Threads) -
     assert ranks.run(look, 4)[1] == {"both": [1], "without": []}
 
 
+@ways
+def test_who_has_left_a_group_alone_is_gone_from_that_alone(ranks: Threads) -> None:
+    told = threading.Event()
+
+    def look(backend: Backend) -> tuple[list[int], list[int]]:
+        group = backend.subgroup([0, 1])
+        group.barrier()
+        if backend.rank == 1:
+            group.close()
+            assert told.wait(PATIENCE)
+            return [], []
+        wait_until(lambda: bool(group.lost()))
+        told.set()
+        return list(group.lost()), list(backend.lost())
+
+    assert ranks.run(look, 2)[0] == ([1], [])
+
+
 # `enter`: the next group -----------------------------------------------------------------------
 
 

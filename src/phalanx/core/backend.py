@@ -630,7 +630,8 @@ class Backend:
         engine, group = self.engine, self.group
         with engine.lock:
             engine.transport.check_peers()
-            left = {rank: f"rank {group.name_of_global(rank)} left" for rank in engine.left}
+            leavers = engine.left | group.left
+            left = {rank: f"rank {group.name_of_global(rank)} left" for rank in leavers}
             lost = {rank: failure.reason for rank, failure in engine.lost.items()}
             gone = left | lost
             return {local: gone[rank] for local, rank in enumerate(group.ranks) if rank in gone}
