@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from time import monotonic, time
 
 import msgspec
 import pytest
 import torch
-from clusters import CLUSTERS, LIBRARYS_OWN, Cluster
+from clusters import CLUSTERS, LIBRARYS_OWN, PATIENCE, Cluster, Simulated, Tcp
 
 import phalanx
 from phalanx import Backend, SimulatedBackend, SizeMismatchError
@@ -195,6 +196,25 @@ def test_waiting_in_collectives_is_counted(cluster: Cluster) -> None:
     assert any(each.seconds_waiting for each in counts)
     if not LIBRARYS_OWN.items() <= cluster.lacks.items():  # it does not say for whom
         assert any(peer.seconds_waiting for each in counts for peer in each.peers.values())
+
+
+@pytest.mark.parametrize("ranks", [Simulated(), Tcp()], ids=str)
+def test_a_wait_that_gives_up_counts_for_the_rank_that_did_not_come(ranks: Cluster) -> None:
+    gave_up = threading.Event()
+
+    def wait(backend: Backend) -> tuple[Counts, float]:
+        backend.counters()
+        began = monotonic()
+        if backend.rank == 0:
+            with pytest.raises(phalanx.CollectiveTimeoutError):
+                backend.recv(bytearray(1), 1, timeout=0.05)
+            gave_up.set()
+        assert gave_up.wait(PATIENCE)
+        return backend.counters(), monotonic() - began
+
+    counts, seconds = ranks.run(wait, 2)[0]
+    assert 0.05 <= counts.peers[1].seconds_waiting <= seconds
+    assert counts.seconds_waiting == counts.peers[1].seconds_waiting
 
 
 def test_messages_that_nobody_has_asked_for_are_kept_and_counted(cluster: Cluster) -> None:
