@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from clusters import Cluster, Hybrid
+from clusters import Cluster, Hybrid, SharedMemory, Simulated, Tcp
 from common_memory import common, having_memory
 
 import phalanx
@@ -183,3 +183,10 @@ def test_ranks_of_one_host_of_several_have_theirs() -> None:
         return memory.tolist()
 
     assert Hybrid().run(ask, 4) == [[0, 2], [1, 3]] * 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seen"), [(Simulated(), False), (Tcp(), False), (SharedMemory(), True)], ids=str
+)
+def test_a_backend_says_whether_others_see_memory_from_empty(ranks: Cluster, seen: bool) -> None:
+    assert ranks.run(lambda backend: backend.registers_memory, 2) == [seen, seen]
