@@ -77,7 +77,7 @@
 #   make main-path the functions and files of a training step's way, into docs/main-path.md
 #
 # PYTHON is what the virtual environment is made with, VENV where it is made. The demo is on RANKS
-# ranks; tests run in WORKERS processes: four keep two cores busy, since tests also wait; one that
+# ranks; tests run in WORKERS processes: three keep two cores busy, since tests also wait; one that
 # has no more takes from the others, so that all end together. ARGS are passed on, as in: make demo
 # ARGS="--steps 20", make test ARGS="-k ddp". A debugger needs the terminal: make test WORKERS=0
 # ARGS="--pdb -k ddp"; a test that runs on several backends at a time is, with -k, one test for each,
@@ -93,7 +93,7 @@ CLIENTS_VENV ?= .venv-clients
 BESIDE_VENV ?= .venv-beside
 TORCH ?= torch
 RANKS ?= 2
-WORKERS ?= 4
+WORKERS ?= 3
 ARGS ?=
 BASE ?= 8165af3
 export PYTHONDONTWRITEBYTECODE :=
