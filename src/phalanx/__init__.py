@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from phalanx.compression import TopKCompressor as TopKCompressor
     from phalanx.compression import compress_gradients as compress_gradients
     from phalanx.compression import decompress_gradients as decompress_gradients
+    from phalanx.elastic import Elastic as Elastic
     from phalanx.errors import *
     from phalanx.fsdp import *
     from phalanx.launch.init import init as init
@@ -81,12 +82,13 @@ _WHERE = {
         CompressedGradient ErrorFeedback PowerSGD Quantized TopK TopKCompressor compress_gradients
         decompress_gradients
     """,
+    "phalanx.elastic": "Elastic",
     "phalanx.errors": """
         AuthenticationError BackendUnavailableError CheckpointDamagedError CheckpointError
         CheckpointIOError CheckpointMismatchError CheckpointNotFoundError CollectiveTimeoutError
         DeadlockError DesyncError DistributedError InvalidRankError InvalidWorldSizeError
-        MalformedObjectError MisuseError PeerLostError RankStopped SelfSendError SizeMismatchError
-        UnsupportedObjectError UnsupportedOperationError
+        MalformedObjectError MembershipError MisuseError PeerLostError RankStopped SelfSendError
+        SizeMismatchError UnsupportedObjectError UnsupportedOperationError
     """,
     "phalanx.fsdp": "FSDP MixedPrecision ShardingStrategy",
     "phalanx.launch.init": "init",

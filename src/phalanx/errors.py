@@ -18,6 +18,7 @@ TypeError or ValueError. Attributes have the known facts:
     ├── MalformedObjectError    ValueError         bytes that are no object
     ├── AuthenticationError     PermissionError    a peer without the job's token
     ├── DeadlockError           RuntimeError       every rank waits
+    ├── MembershipError         RuntimeError       too few ranks for an elastic job, or no store
     ├── CheckpointError                            a checkpoint that cannot be saved or loaded
     │   ├── CheckpointIOError       OSError            a file could not be written or read
     │   ├── CheckpointNotFoundError FileNotFoundError  there is none
@@ -48,6 +49,7 @@ __all__ = [
     "InvalidRankError",
     "InvalidWorldSizeError",
     "MalformedObjectError",
+    "MembershipError",
     "MisuseError",
     "PeerLostError",
     "RankStopped",
@@ -168,6 +170,10 @@ class AuthenticationError(DistributedError, PermissionError):
 
 class DeadlockError(DistributedError, RuntimeError):
     """Every rank waits and nothing is in flight; the message names all waits."""
+
+
+class MembershipError(DistributedError, RuntimeError):
+    """An elastic job has had too few ranks, or no store, for too long."""
 
 
 class CheckpointError(DistributedError):

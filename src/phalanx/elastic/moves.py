@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -27,7 +27,7 @@ from typing_extensions import override
 from phalanx.checkpoint import state
 from phalanx.checkpoint.group import CheckpointGroup
 from phalanx.checkpoint.load import into_model, into_optimizer
-from phalanx.checkpoint.manifest import TensorRecord
+from phalanx.checkpoint.manifest import TensorRecord, from_json
 from phalanx.checkpoint.save import describe
 from phalanx.checkpoint.save_plan import (
     LocalTensors,
@@ -63,11 +63,18 @@ class Holding(NamedTuple):
 
 
 def holding(
-    rank: int, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()
+    rank: int,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    values: object = None,
 ) -> Holding:
-    """Return this rank's own state as it is: nothing is copied, and nothing sent."""
+    """Return this rank's own state as it is: nothing is copied, and nothing sent.
+
+    values   of other kept objects, as a checkpoint's `extra`; of the lowest rank's counts
+    """
     local = LocalTensors()
     parts = [describe(model, optimizers[0] if optimizers else None, local, {})]
+    parts[0].extra = local.json(values, "extra")
     tensors = [local.tensors]
     for optimizer in optimizers[1:]:
         local, parameters = LocalTensors(), state.model_state(model).parameters
@@ -85,8 +92,9 @@ def move(
     optimizers: Sequence[torch.optim.Optimizer] = (),
     *,
     timeout: float | None = None,
-) -> None:
+) -> Any:
     """Load the state that the ranks hold together into this rank's model and optimizers, in place.
+    Return the other values.
 
     holdings   the part that this rank gives: its own, and those that it has copies of; or nothing
     backend    the ranks of the new generation; each of them calls this
@@ -109,6 +117,7 @@ def move(
                 changes.append(into_optimizer(optimizer, here, reader.manifest, reader))
             for change in changes:
                 next(change)
+            readers[0].request(readers[0].manifest.extra)
 
         group.on_all(request)
         for reader in readers:
@@ -116,6 +125,7 @@ def move(
         group.on_all(lambda: None)
         for change in changes:
             next(change, None)
+        return from_json(readers[0].manifest.extra, readers[0].copy)
 
 
 def _readers(holdings: Sequence[Holding], group: CheckpointGroup) -> list[MemoryReader]:

@@ -9,6 +9,7 @@
     elastic/decision/G          the `Decision` on generation G: the first write stays
     elastic/report/G/RANK       the `Report` of a member of G, which it alone writes
     elastic/newcomer/SLOT       a `Newcomer`, which renews it; without a process: free
+    elastic/note/NAME           lines of rank 0: what is kept, that it lives, that the job has ended
 
 A write that has failed may still arrive, so each is one that may be repeated. Nothing here has a
 thread or a watch of its own: while nothing fails, nobody waits for a store.
@@ -40,8 +41,15 @@ _ONE_ENDPOINT = 1.0  # seconds for one endpoint of etcd, if there are others
 _ETCD = "etcd://"
 _FREE = Newcomer("", "")
 
+
+class Note(msgspec.Struct, frozen=True):
+    """Lines that rank 0 writes for others to read."""
+
+    lines: tuple[str, ...]
+
+
 _T = TypeVar("_T")
-_Entry = TypeVar("_Entry", Decision, Report, Newcomer)
+_Entry = TypeVar("_Entry", Decision, Report, Newcomer, Note)
 
 
 class KeyValueStore(ABC):
@@ -69,9 +77,9 @@ class KeyValueStore(ABC):
     def compare_set(self, key: str, expected: str, value: str) -> str:
         """Set the value of a key that has `expected`, "" for none; return its value then."""
 
-    def pauses(self, seconds: float) -> Iterator[object]:
+    def pauses(self, seconds: float, longest: float) -> Iterator[object]:
         """Sleep between two looks at a value that changes, until `seconds` have passed."""
-        return tries(time.monotonic() + seconds, _LONGEST_PAUSE)
+        return tries(time.monotonic() + seconds, longest)
 
     @abstractmethod
     def close(self) -> None:
@@ -150,9 +158,23 @@ class JobStore:
         """Free a slot that has this entry: of this process, or of one that lives no more."""
         self._compare_set(f"newcomer/{slot}", newcomer, _FREE)
 
-    def wait(self, look: Callable[[], _T | None], seconds: float) -> _T | None:
-        """Look again and again, until there is something; None after `seconds`."""
-        for _ in self.store.pauses(seconds):
+    def note(self, name: str) -> tuple[str, ...] | None:
+        """Return the lines of a note, if there is one."""
+        note = self._read(f"note/{name}", Note)
+        return None if note is None else note.lines
+
+    def write_note(self, name: str, *lines: str) -> None:
+        """Write a note over an earlier one."""
+        self._write(f"note/{name}", Note(lines))
+
+    def wait(
+        self, look: Callable[[], _T | None], seconds: float, longest: float = _LONGEST_PAUSE
+    ) -> _T | None:
+        """Look again and again, until there is something; None after `seconds`.
+
+        longest   seconds between two looks at most
+        """
+        for _ in self.store.pauses(seconds, longest):
             if (found := look()) is not None:
                 return found
         return None
@@ -164,14 +186,14 @@ class JobStore:
         text = self.store.get(self._prefix + key)
         return self._unseal(key, text, kind) if text else None
 
-    def _write(self, key: str, entry: Decision | Report | Newcomer) -> None:
+    def _write(self, key: str, entry: Decision | Report | Newcomer | Note) -> None:
         self.store.set(self._prefix + key, self._seal(key, entry))
 
     def _compare_set(self, key: str, expected: Newcomer | None, entry: Decision | Newcomer) -> str:
         old = "" if expected is None else self._seal(key, expected)
         return self.store.compare_set(self._prefix + key, old, self._seal(key, entry))
 
-    def _seal(self, key: str, entry: Decision | Report | Newcomer) -> str:
+    def _seal(self, key: str, entry: Decision | Report | Newcomer | Note) -> str:
         text = msgspec.json.encode(entry).decode()
         return f"{store_mac(self._token, b'elastic', [self._prefix + key, text])} {text}"
 

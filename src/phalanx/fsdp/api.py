@@ -200,8 +200,8 @@ class FSDP(AveragingWrapper):
         self._runtime = rebuild(self._runtime, self.module)
         self.attach()
 
-    def _check_regroupable(self) -> None:
-        super()._check_regroupable()
+    def check_regroupable(self) -> None:
+        super().check_regroupable()
         if self._summoned or self._unwrapped:
             self._refuse("regrouped() inside summon_full_params(), or after unwrap()")
 

@@ -91,8 +91,8 @@ class AveragingWrapper(Wrapper):
     def end_join(self, join: Join) -> None:
         """Make what ranks without a batch have missed alike."""
 
-    def _check_regroupable(self) -> None:
-        super()._check_regroupable()
+    def check_regroupable(self) -> None:
+        super().check_regroupable()
         if self.passes.join is not None or not self.passes.synchronize:
             self._refuse("regrouped() inside join(), step() or no_sync(): leave it first")
 

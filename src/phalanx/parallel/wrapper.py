@@ -123,14 +123,14 @@ class Wrapper(nn.Module):
         another wrapper inside, layers or a wrapper on some of a backend's ranks, as on a mesh, and
         the meta device; `MisuseError` in a context of this wrapper, such as `no_sync`.
         """
-        self._check_regroupable()
+        self.check_regroupable()
         self.owners = type(self).owners
         if self.compression is not None:
             self.compression.load_state_dict({})
         for parameter in self.parameters():
             parameter.grad = None
 
-    def _check_regroupable(self) -> None:
+    def check_regroupable(self) -> None:
         """Raise unless `regrouped` can be right for this wrapper, as it is now."""
         layers: list[Any] = self.communicating[1:]
         cut = [each for each in layers if isinstance(each, Wrapper) or hasattr(each, "other_parts")]

@@ -106,8 +106,8 @@ class PeriodicSync(Wrapper):
         self._counter = StepCounter(self._trained.values())
         self._alike = True
 
-    def _check_regroupable(self) -> None:
-        super()._check_regroupable()
+    def check_regroupable(self) -> None:
+        super().check_regroupable()
         if self._in_averaged or self._open is not None or self._join is not None:
             self._refuse("regrouped() inside averaged(), step() or join(): leave it first")
 
@@ -121,6 +121,11 @@ class PeriodicSync(Wrapper):
     def steps(self) -> int:
         """Number of steps that this rank has taken."""
         return self._counter.steps
+
+    @property
+    def between_syncs(self) -> bool:
+        """True if ranks have different parameters now, as each has taken steps since a sync."""
+        return not self._alike
 
     @property
     def meetings(self) -> int:

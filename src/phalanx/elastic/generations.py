@@ -1,0 +1,324 @@
+"""The driver of `membership.py`: it looks at the store, acts, and waits, until a decision is there.
+
+    a member      a rank is lost, or a vote asks for it   -> report ... -> the next generation
+    a newcomer    enters, renews its entry each second    -> a generation that has it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
+
+from xxhash import xxh3_64_hexdigest
+
+from phalanx.elastic.membership import (
+    Await,
+    Bounds,
+    Decision,
+    Enter,
+    HeldPart,
+    JoinGeneration,
+    Newcomer,
+    NextAction,
+    Propose,
+    Report,
+    StandBy,
+    View,
+    WriteReport,
+    next_action,
+)
+from phalanx.elastic.site import LOOK, Site
+from phalanx.elastic.stores import JobStore
+from phalanx.errors import BackendUnavailableError, DesyncError, MembershipError
+
+_QUIET = 3.0  # seconds without a newcomer after which the first generation forms
+_SILENT = 3.0  # seconds without a sign of life after which a newcomer counts as gone
+_PENALTIES = 1.0, 60.0  # seconds that a newcomer waits who did not come, first and at most
+_PIECE = 1.0  # seconds of waiting between two looks at the clock
+_PAUSES = 0.02, 0.2  # seconds between two looks of who is expected soon, and of who stands by
+
+
+class Ended(Exception):  # noqa: N818 -- no error
+    """The training has come to its end before this process came."""
+
+
+class Newcomers:
+    """Rank 0's knowledge of the processes that want to join."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._seen: dict[str, tuple[Newcomer, float, bool]] = {}
+        self._penalties: dict[str, tuple[float, float]] = {}
+        self._end: Callable[[], None] | None = None
+        self._beats = 0
+
+    def look(self, store: JobStore) -> None:
+        """Look at the entries; free those of processes that are gone; show that rank 0 lives."""
+        now, seen = self._site.now(), {}
+        for slot, entry in store.newcomers().items():
+            known = self._seen.get(entry.process)
+            lives = not self._site.watches or (known is not None and known[0].beat != entry.beat)
+            since = now if known is None or known[0].beat != entry.beat else known[1]
+            if now - since > 3 * _SILENT:
+                store.vacate(slot, entry)
+                continue
+            seen[entry.process] = entry, since, lives or (known is not None and known[2])
+        self._seen = seen
+        self._beats += 1
+        store.write_note("alive", str(self._beats))
+
+    def living(self, members: Sequence[str]) -> tuple[Newcomer, ...]:
+        """Return those that live, are no members, and may come now."""
+        now = self._site.now()
+        return tuple(
+            entry
+            for entry, since, lives in self._seen.values()
+            if lives
+            and (now - since < _SILENT or not self._site.watches)
+            and entry.process not in members
+            and now >= self._penalties.get(entry.process, (0.0, 0.0))[1]
+        )
+
+    def did_not_come(self, process: str) -> None:
+        """Let it wait twice as long as before."""
+        first, most = _PENALTIES
+        seconds = min(2 * self._penalties.get(process, (first / 2, 0.0))[0], most)
+        self._penalties[process] = seconds, self._site.now() + seconds
+
+    def watch(self, *, wanted: bool) -> None:
+        """Look once a second from now on, or no more."""
+        if self._end is not None and not wanted:
+            self._end()
+            self._end, self._seen = None, {}
+        elif wanted and self._end is None:
+            self._end = self._site.watch(self.look)
+
+
+class Generations:
+    """One process's way through the generations of a job.
+
+    number, members   of the last generation on which it knows the decision
+    entered           the generation whose group this process is in, or was in last
+    """
+
+    def __init__(
+        self, site: Site, bounds: Bounds, kept: Sequence[str], *, wait: float, timeout: float
+    ) -> None:
+        self.number, self.members = 0, tuple[str, ...]()
+        self.entered = 0
+        self.newcomers = Newcomers(site)
+        self._site, self.bounds, self._kept = site, bounds, tuple(kept)
+        self._wait, self._timeout = wait, timeout
+        self._slot: int | None = None
+        self._beat, self._renewed = 0, 0.0
+        self._reports: dict[int, Report] = {}
+        self._unread: Iterable[int] = ()
+        self._invited: tuple[Newcomer, ...] = ()
+        self._order: tuple[str, ...] = ()
+        self._changed_at = 0.0
+        self._beats: dict[str, tuple[int, float]] = {}
+        self._signs: tuple[object, ...] = ()
+        self._digest = ""
+
+    @property
+    def _store(self) -> JobStore:
+        assert self._site.store is not None
+        return self._site.store
+
+    def next(
+        self, held: Sequence[HeldPart], gone: set[int], lost: Callable[[], Iterable[int]]
+    ) -> Decision:
+        """Return the decision on a generation that has this process; block until there is one.
+
+        held   what this process can give, if it is a member
+        gone   ranks of the last generation that it has lost
+        lost   looks which of them are lost by now
+
+        Raises `Ended`; `MembershipError` if there are too few processes, or no store, for too long;
+        `DesyncError` if this newcomer keeps something else than the others.
+        """
+        site = self._site
+        began = last_sign = site.now()
+        parts, failure, lacking = tuple(held), "", Await()
+        self._reports, self._unread = {}, range(len(self.members))
+        self._invited = self.newcomers.living(self.members)
+
+        def look() -> Decision | None:
+            nonlocal failure, lacking, last_sign, parts
+            overdue = site.now() > began + self._timeout
+            try:
+                if self.entered == self.number and site.process in self.members:
+                    gone.update(lost())
+                action = next_action(self._view(parts, gone, overdue=overdue))
+                if isinstance(action, StandBy):
+                    gone.clear()
+                    parts = ()
+                decision = self._act(action)
+                if isinstance(action, Await) and action.lacking:
+                    self._look_for_more()
+            except BackendUnavailableError as error:
+                failure = str(error)
+                return None
+            failure, lacking = "", action if isinstance(action, Await) else Await()
+            if self._has_signs() or not (lacking.lacking or self._is_newcomer()):
+                last_sign = site.now()
+            return decision
+
+        while True:
+            longest = _PAUSES[self._is_newcomer() and self.number > 0]
+            decision = self._store.wait(look, _PIECE, longest)
+            if decision is not None:
+                return decision
+            if site.now() > (began if failure else last_sign) + self._wait:
+                raise MembershipError(self._who_is_missing(failure, lacking))
+
+    def _is_newcomer(self) -> bool:
+        return self._site.process not in self.members
+
+    def _act(self, action: NextAction) -> Decision | None:
+        store = self._store
+        if isinstance(action, WriteReport):
+            store.write_report(action.report)
+            self._reports[action.report.rank] = action.report
+        elif isinstance(action, Enter):
+            self._enter()
+        elif isinstance(action, Propose):
+            store.propose(action.decision)
+        elif isinstance(action, Await):
+            self._unread = action.ranks
+        else:
+            return self._decided(action)
+        return None
+
+    def _decided(self, action: JoinGeneration | StandBy) -> Decision | None:
+        """Take the decision as known; return it if it has this process and is the newest."""
+        decision = action.decision
+        self.number, self.members = decision.generation, decision.members
+        self._reports, self._unread = {}, range(len(self.members))
+        newer = self._store.decision(decision.generation + 1)
+        if isinstance(action, StandBy) or newer is not None:
+            return None
+        if self._slot is not None:
+            self._store.vacate(self._slot, self._own_entry())
+            self._slot = None
+        return decision
+
+    def _view(self, held: tuple[HeldPart, ...], gone: Iterable[int], *, overdue: bool) -> View:
+        store, site, quiet = self._store, self._site, False
+        newcomers: tuple[Newcomer, ...] = ()
+        decision = store.decision(self.number + 1)
+        if self._is_newcomer():
+            newcomers = self._look_as_newcomer(decision)
+            quiet = site.now() > self._changed_at + _QUIET
+        else:
+            for rank in self._unread if decision is None else ():
+                report = store.report(self.number, rank)
+                if report is not None:
+                    self._reports[rank] = report
+            newcomers = self._invited
+        return View(
+            site.process,
+            site.address(),
+            bounds=self.bounds,
+            generation=self.number,
+            members=self.members,
+            lost=tuple(sorted(gone)),
+            held=held,
+            newcomers=newcomers,
+            reports=tuple(self._reports.values()),
+            decision=decision,
+            quiet=quiet,
+            overdue=overdue,
+        )
+
+    def _look_for_more(self) -> None:
+        """As there are too few: look, once a second, whether newcomers have come."""
+        now = self._site.now()
+        if not self._is_newcomer() and now >= self._renewed + LOOK:
+            self._renewed = now
+            self.newcomers.look(self._store)
+            self._invited = self.newcomers.living(self.members)
+
+    # As a newcomer ----------------------------------------------------------------------------
+
+    def _look_as_newcomer(self, decision: Decision | None) -> tuple[Newcomer, ...]:
+        """Return this newcomer's entry, if it is written, and before the first generation all."""
+        if self._store.note("end") is not None:
+            raise Ended
+        if self._slot is None:
+            return ()
+        now, mine = self._site.now(), self._own_entry()
+        if now >= self._renewed + LOOK:
+            self._beat, self._renewed = self._beat + 1, now
+            mine = self._own_entry()
+            self._store.renew(self._slot, mine)
+        if self.number or decision is not None:
+            self._check_kept(self._store.note("kept"))
+            return (mine,)
+        there = [each for each in self._store.newcomers().values() if self._is_fresh(each, now)]
+        order = tuple(each.process for each in there)
+        if order != self._order:
+            self._order, self._changed_at = order, now
+        if there:
+            self._check_kept((there[0].kept,))
+        return tuple(there)
+
+    def _is_fresh(self, entry: Newcomer, now: float) -> bool:
+        beat, since = self._beats.get(entry.process, (-1, now))
+        if beat != entry.beat:
+            since = now
+        self._beats[entry.process] = entry.beat, since
+        return now < since + _SILENT or not self._site.watches
+
+    def _enter(self) -> None:
+        digest = xxh3_64_hexdigest("\n".join(self._kept).encode())
+        self._store.write_note(f"kept/{digest}", *self._kept)
+        self._digest, self._renewed = digest, self._site.now()
+        self._slot = self._store.enter(self._own_entry())
+
+    def _own_entry(self) -> Newcomer:
+        site = self._site
+        return Newcomer(site.process, site.address(), site.host, self._digest, self._beat)
+
+    def _check_kept(self, told: tuple[str, ...] | None) -> None:
+        """Raise `DesyncError` if the others keep something else, by the digest of it."""
+        if told is None or told[0] == self._digest:
+            return
+        theirs = self._store.note(f"kept/{told[0]}") or ()
+        pairs = zip_longest(self._kept, theirs, fillvalue="nothing")
+        here, there = next(pair for pair in pairs if pair[0] != pair[1])
+        raise DesyncError(
+            f"process {self._site.process} keeps something else than the job that it wants to "
+            f"join: it has {here}, and they have {there}. Every process runs the same script"
+        )
+
+    def tell_kept(self) -> None:
+        """Tell newcomers what is kept here: rank 0's part, once it is in a generation."""
+        digest = xxh3_64_hexdigest("\n".join(self._kept).encode())
+        self._store.write_note(f"kept/{digest}", *self._kept)
+        self._store.write_note("kept", digest)
+
+    def _has_signs(self) -> bool:
+        """Return whether the job has shown that it lives since the last look."""
+        if not self._is_newcomer() or not self.number:
+            return False
+        signs = self.number, self._store.note("alive")
+        before, self._signs = self._signs, signs
+        return signs != before
+
+    def _who_is_missing(self, failure: str, waits: Await) -> str:
+        who = f"process {self._site.process}"
+        if failure:
+            return f"{who}: no store for {self._wait:g} s: {failure}"
+        if self._is_newcomer() and self.number:
+            return (
+                f"{who} has waited to join for {self._wait:g} s, and nobody who trains has shown a "
+                f"sign of life: of generation {self.number} ({', '.join(self.members)}) all may be "
+                "gone. Start the job again, under another name or from its checkpoint"
+            )
+        there = len(self._order) if self._is_newcomer() else len(self._reports)
+        missing = f"{waits.lacking} more" if waits.lacking else f"ranks {list(waits.ranks)}"
+        return (
+            f"{who} has waited for {self._wait:g} s for {missing}: {there} of at least "
+            f"{self.bounds.min_ranks} processes are there (min_ranks). Start more, or ask for less"
+        )

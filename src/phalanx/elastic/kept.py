@@ -1,0 +1,320 @@
+"""What an elastic job keeps: models, optimizers, and other objects with a state.
+
+In the block of step N a rank comes to a version of the state, or is between two:
+
+    version N       no optimizer has stepped. Parameters are those of the block's start; buffers and
+                    other values can be put back, of which a copy was made there
+    None            an optimizer has stepped, and the block is not over
+    version N + 1   the block is over; the vote says whether the step counts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, Protocol, runtime_checkable
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import phalanx
+from phalanx.checkpoint.manifest import Json, to_json
+from phalanx.checkpoint.save_plan import RankDescription
+from phalanx.checkpoint.state import model_state, wrappers_of
+from phalanx.core.backend import Backend
+from phalanx.core.replaceable import ReplaceableBackend
+from phalanx.elastic.batches import Batches
+from phalanx.elastic.moves import Holding, holding
+from phalanx.elastic.versions import Part, part_of
+from phalanx.errors import MisuseError, UnsupportedOperationError
+from phalanx.fsdp import FSDP
+from phalanx.optim import ShardedOptimizer
+from phalanx.parallel.local_sgd.periodic import PeriodicSync
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object whose state is kept: a learning rate schedule, a gradient scaler."""
+
+    def state_dict(self) -> Any:
+        """Return the state, of the kinds that a checkpoint's `extra` takes."""
+
+    def load_state_dict(self, state: Any) -> object:
+        """Go on from a state."""
+
+
+class Kept:
+    """The kept objects of one rank.
+
+    version   of the state as it is now; None in the middle of a step
+    """
+
+    def __init__(self, backend: ReplaceableBackend) -> None:
+        self.version: int | None = 0
+        self._backend = backend
+        self._modules: dict[str, nn.Module] = {}
+        self._optimizers: dict[str, Optimizer] = {}
+        self._others: dict[str, Stateful] = {}
+        self._buffers: list[tuple[Tensor, int, Tensor]] = []  # with version counter and copy
+        self._first_buffers: list[tuple[Tensor, int]] = []  # of the generation's beginning
+        self._parameters: list[tuple[Tensor, int]] = []
+        self._noted: tuple[Json, list[Json]] | None = None
+        self._begun_at: int | None = None  # the version of the block's start
+        self._stepped_at = -1  # collectives that were over then; -1: no optimizer has stepped
+        self._part: tuple[list[object], Part] | None = None
+
+    # What is kept -----------------------------------------------------------------------------
+
+    def add(self, objects: Mapping[str, object]) -> None:
+        """Keep these, too, by names that are the same on every rank; see `Elastic.keep`."""
+        for name, each in objects.items():
+            if name in {**self._modules, **self._optimizers, **self._others}:
+                self._refuse(f"something is kept as {name!r} already")
+            if isinstance(each, nn.Module):
+                self._check_module(name, each)
+                self._modules[name] = each
+            elif isinstance(each, Optimizer):
+                each.register_step_pre_hook(self._steps)
+                self._optimizers[name] = each
+            elif isinstance(each, Stateful):
+                self._others[name] = each
+            else:
+                raise TypeError(
+                    f"keep({name}=...) takes modules, optimizers, and objects with state_dict and "
+                    f"load_state_dict; {type(each).__name__} has none"
+                )
+
+    @property
+    def model(self) -> nn.Module:
+        """All kept modules as one."""
+        if len(self._modules) == 1:
+            return next(iter(self._modules.values()))
+        return nn.ModuleDict(self._modules)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The kept optimizers."""
+        return list(self._optimizers.values())
+
+    @property
+    def has_modules(self) -> bool:
+        """True if a module is kept."""
+        return bool(self._modules)
+
+    @property
+    def multiple(self) -> int:
+        """The number of ranks is to be a multiple of this: of `hybrid`'s shard groups."""
+        sizes = [
+            wrapper.strategy.group_size or 1
+            for wrapper in wrappers_of(self.model).values()
+            if isinstance(wrapper, FSDP)
+        ]
+        return max(sizes, default=1)
+
+    def lines(self) -> list[str]:
+        """Return what has to be the same on all ranks, before the first generation."""
+        model, lines = self.model, [f"phalanx {phalanx.__version__}"]
+        for name, wrapper in wrappers_of(model).items():
+            strategy = getattr(wrapper, "strategy", "")
+            lines.append(f"wrapper {name}: {type(wrapper).__name__} {strategy}".rstrip())
+        held = model_state(model)
+        for name, shard in (*held.parameters.items(), *held.buffers.items()):
+            dtype = str(shard.tensor.dtype).removeprefix("torch.")
+            lines.append(f"{name}: {dtype} {list(shard.slice.shape)}")
+        for name, optimizer in self._optimizers.items():
+            kind = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
+            sizes = [len(group["params"]) for group in optimizer.param_groups]
+            lines.append(f"optimizer {name}: {type(kind).__name__}, groups of {sizes} parameters")
+        for name, each in self._others.items():
+            identity = each.identity() if isinstance(each, Batches) else ""
+            lines.append(f"{name}: {type(each).__name__} {identity}".rstrip())
+        return lines
+
+    # A step's block ---------------------------------------------------------------------------
+
+    def begin_generation(self, version: int) -> None:
+        """Note the state with which a generation begins."""
+        model, self.version, self._begun_at = self.model, version, None
+        self._parameters = [(each, each._version) for each in model.parameters()]
+        self._first_buffers = [(each, each._version) for each in model.buffers()]
+        self._buffers, self._part = [], None
+        self._noted = self._values()
+
+    def begin_block(self) -> None:
+        """Note the state before a step. `MisuseError` if it changed since the last one's end."""
+        changed = any(each._version != seen for each, seen in self._parameters)
+        if changed or self._noted != self._values():
+            what = "a parameter has" if changed else "an optimizer's options or a kept state have"
+            self._refuse(
+                f"{what} changed before the block of step {self.version}. What is changed between "
+                "two blocks is part of no step, and lost when ranks go back to one: change it "
+                "inside of `with step:`"
+            )
+        copies = {id(each): (seen, copy) for each, seen, copy in self._buffers}
+        self._buffers = []
+        for each, _ in self._first_buffers:
+            seen, copy = copies.get(id(each), (-1, each))
+            if seen != each._version:
+                copy = each.detach().clone()
+            self._buffers.append((each, each._version, copy))
+        self._begun_at, self._stepped_at = self.version, -1
+
+    def end_block(self) -> bool:
+        """Take the step as taken. Return whether a collective has followed an optimizer's step: a
+        rank may then be lost while all others are between two versions.
+        """
+        for wrapper in wrappers_of(self.model).values():
+            if isinstance(wrapper, PeriodicSync) and wrapper.between_syncs:
+                self._refuse(
+                    f"the block of step {self._begun_at} ended between two syncs of "
+                    f"{type(wrapper).__name__}: let it have a whole number of periods, or call "
+                    "sync() at its end"
+                )
+        assert self._begun_at is not None
+        self.version = self._begun_at + 1
+        self._parameters = [(each, each._version) for each, _ in self._parameters]
+        self._noted = self._values()
+        return 0 <= self._stepped_at < self._backend.finished
+
+    def undo_block(self) -> None:
+        """Go back to the block's start if no optimizer has stepped; else the version is None."""
+        if self.version != self._begun_at or self.version is None:
+            return
+        moved = any(each._version != seen for each, seen in self._parameters)
+        if moved or any(each.compression for each in wrappers_of(self.model).values()):
+            self.version = None
+            return
+        with torch.no_grad():
+            for each, seen, copy in self._buffers:
+                if each._version != seen:
+                    each.copy_(copy)
+
+    def _steps(self, *_: object) -> None:
+        """Note that an optimizer steps."""
+        if self._stepped_at < 0:
+            self._stepped_at = self._backend.finished
+        if self.version == self._begun_at:
+            self.version = None
+
+    # The state --------------------------------------------------------------------------------
+
+    def holding(self) -> Holding:
+        """Return the state as it is after the last step, or, if clean, before this one."""
+        found = holding(self._backend.rank, self.model, self.optimizers)
+        self._put_noted(found.parts)
+        return found
+
+    def is_whole(self, rank: int | None = None) -> bool:
+        """Return whether a rank, by default each, has all that a checkpoint would have."""
+        moved = any(each._version != seen for each, seen in self._first_buffers)
+        wrappers = wrappers_of(self.model).values()
+        own = any(each.compression or each.optimizers_apart for each in wrappers)
+        cut = any(each.all_slices()[1] is not None for each in wrappers)
+        sharded = any(isinstance(each, ShardedOptimizer) for each in self.optimizers)
+        return not (own or cut or sharded or (moved and rank != 0))  # buffers: rank 0's count
+
+    def part(self) -> Part:
+        """Return what this rank writes of the state into a version."""
+        tensors: list[object] = [*self.model.buffers()]
+        for optimizer in self.optimizers:
+            tensors += [value for of in optimizer.state.values() for value in of.values()]
+        own = any(each.own_state() for each in wrappers_of(self.model).values())
+        known = self._part
+        same = known is not None and len(known[0]) == len(tensors) and not own
+        if known is None or not same or any(a is not b for a, b in zip(known[0], tensors)):  # noqa: B905
+            made = self.holding()
+            known = tensors, part_of(made, self._backend.world_size, self._replicated(made))
+            self._part = known
+        self._put_noted(known[1].parts)
+        return known[1]
+
+    def _put_noted(self, parts: Sequence[RankDescription]) -> None:
+        """Put into descriptions the values and options of the version: they may have changed."""
+        if self._noted is None:
+            return
+        parts[0].extra, options = self._noted
+        for part, groups in zip(parts, options, strict=False):
+            if part.optimizer is not None:
+                described = zip(part.optimizer.groups, groups, strict=True)
+                new = [replace(group, options=given) for group, given in described]
+                part.optimizer = replace(part.optimizer, groups=new)
+
+    def load_values(self, values: Any) -> None:
+        """Give the other objects the state that `move` has brought."""
+        for name, state in (values or {}).items():
+            self._others[name].load_state_dict(state)
+
+    def values(self) -> dict[str, Any]:
+        """Return the state of the other objects."""
+        return {name: each.state_dict() for name, each in self._others.items()}
+
+    def regrouped(self) -> None:
+        """Make anew what depends on ranks; gradients do not outlive a generation."""
+        for wrapper in wrappers_of(self.model).values():
+            wrapper.regrouped()
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, ShardedOptimizer):
+                optimizer.regrouped()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def _note_end(self) -> None:
+        self._noted = self._values()
+
+    def _values(self) -> tuple[Json, list[Json]]:
+        """Return the other objects' states, and the optimizers' options."""
+        def keep(tensor: Tensor, path: str) -> str:
+            self._refuse(
+                f"{path} is a tensor. A kept object's state, but for modules and optimizers, is "
+                "numbers and text, and so are an optimizer's options: keep it in a module's buffer"
+            )
+
+        options = [
+            [
+                to_json({k: group[k] for k in group if k not in ("params", "param_names")}, "", keep)
+                for group in optimizer.param_groups
+            ]
+            for optimizer in self.optimizers
+        ]
+        return to_json(self.values(), "keep", keep), options  # type: ignore[return-value]
+
+    def _replicated(self, made: Holding) -> set[str]:
+        """Return the names of tensors that all ranks hold whole, with the same values."""
+        model, wrappers = model_state(self.model), wrappers_of(self.model).values()
+        cut = {
+            id(parameter)
+            for wrapper in wrappers
+            if wrapper.all_slices()[1] is not None
+            for parameter in wrapper.parameters()
+        }
+        names = {name for name, each in model.parameters.items() if id(each.tensor) not in cut}
+        apart = any(wrapper.optimizers_apart for wrapper in wrappers)
+        for optimizer, part in zip(self.optimizers, made.parts, strict=False):
+            if part.optimizer is not None and not apart and not isinstance(optimizer, ShardedOptimizer):
+                for name in names & part.optimizer.state.keys():
+                    records = part.optimizer.state[name].values()
+                    names = names | {record.tensor for record in records if record.tensor}
+        return names
+
+    def _check_module(self, name: str, module: nn.Module) -> None:
+        for at, each in module.named_modules():
+            where = f"{name}.{at}".rstrip(".")
+            backend = getattr(each, "backend", None)
+            if not isinstance(backend, Backend):
+                continue
+            if hasattr(each, "other_parts") and not hasattr(each, "regrouped"):
+                raise UnsupportedOperationError(
+                    f"{where} is a {type(each).__name__}, whose ranks are not to change"
+                )
+            if backend is not self._backend:
+                self._refuse(f"{where} is on another backend: give it the job's, job.backend")
+        for wrapper in wrappers_of(module).values():
+            wrapper.check_regroupable()
+        for at, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if tensor.is_meta:
+                raise UnsupportedOperationError(
+                    f"{name}.{at} is on the meta device: make it real before it is kept"
+                )
+
+    def _refuse(self, problem: str) -> NoReturn:
+        raise MisuseError(f"rank {self._backend.rank}: {problem}", rank=self._backend.rank)

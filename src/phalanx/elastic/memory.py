@@ -1,0 +1,111 @@
+"""What one rank has of the state, in its place and kept, and what it gives to a new generation.
+
+    as it was made          before the first step; rank 0 of the first generation gives it
+    as a generation ended   shards as they are, until the first step of the next one changes them
+    kept versions           its own, and those of the lost ranks of its host
+
+Those of the generations before stay until all ranks of the next have written their new versions: a
+second one may be lost before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phalanx.core.replaceable import ReplaceableBackend
+from phalanx.elastic.kept import Kept
+from phalanx.elastic.membership import Decision, HeldPart
+from phalanx.elastic.moves import Holding
+from phalanx.elastic.site import Site
+from phalanx.elastic.versions import Versions
+
+
+class Memory:
+    """One rank's memory of the state.
+
+    copies   whether versions are kept: if a rank is lost, perhaps no other one has all
+    copied   the last version of which this rank has kept its part
+    """
+
+    def __init__(self, kept: Kept, backend: ReplaceableBackend, site: Site) -> None:
+        self.copies, self.copied = True, 0
+        self._kept, self._backend, self._site = kept, backend, site
+        self._in_place: list[tuple[HeldPart, Holding]] = []
+        self._versions: list[Versions] = []  # of the last generation, and those before
+
+    def begin(self) -> None:
+        """Take the state as it was made."""
+        self._in_place = [(HeldPart(0, 0, 0, 1), self._kept.holding())]
+
+    def begin_block(self) -> None:
+        """Give nothing in its place from now on, since the step changes it."""
+        self._in_place.clear()
+
+    def write(self, version: int) -> None:
+        """Keep this rank's part of a version."""
+        self._versions[0].write(version, self._kept.part())
+        self.copied = version
+
+    def complete(self) -> None:
+        """Forget the generations before: all ranks have the state of this one, and have kept it."""
+        del self._in_place[:-1]
+        self._close(self._versions[1:])
+        del self._versions[1:]
+
+    def held(self, generation: int) -> list[HeldPart]:
+        """Return the parts that this rank can give, as a step of this generation has left it."""
+        if not self._in_place:
+            self._kept.undo_block()
+            if self._kept.version is not None:
+                self._add_in_place(self._kept.version, generation)
+        parts = [part for part, _ in self._in_place]
+        return parts + [part for versions in self._versions for part in versions.held()]
+
+    def give(self, decision: Decision) -> list[Holding]:
+        """Return what this rank gives of the decision's version."""
+        key = decision.version or 0, decision.layout
+        given = [it for part, it in self._in_place if (part.version, part.layout) == key][:1]
+        for versions in self._versions:
+            if versions.generation == decision.layout:
+                own = {each.rank for each in given}
+                more = versions.give(key[0], decision.members)
+                given += [each for each in more if each.rank not in own]
+        return given
+
+    def first(self) -> list[Holding]:
+        """Return the state as it was made, if this rank has it still."""
+        return [it for part, it in self._in_place if not part.layout]
+
+    def enter(self, version: int, generation: int, members: Sequence[str], *, first: bool) -> None:
+        """Take a generation's state, which is in its place now; every rank calls it.
+
+        first   whether the state as it was made is still to be had
+        """
+        made = Versions(generation, self._backend, members, self._site.pause)
+        self._versions.insert(0, made)
+        self._kept.begin_generation(version)
+        if not first:
+            self._in_place.clear()
+        self._add_in_place(version, generation)
+        if self.copies:
+            self.write(version)
+
+    def forget(self, *, first: bool) -> None:
+        """Forget what this rank had in a generation that went on without it."""
+        self._in_place = self._in_place[:1] if first else []
+        self.close()
+
+    def close(self) -> None:
+        """Free the kept versions."""
+        self._close(self._versions)
+        self._versions.clear()
+
+    def _add_in_place(self, version: int, generation: int) -> None:
+        kept, rank = self._kept, self._backend.rank
+        part = (0, 1) if kept.is_whole(rank) else (rank, self._backend.world_size)
+        self._in_place.append((HeldPart(version, generation, *part), kept.holding()))
+
+    @staticmethod
+    def _close(several: Sequence[Versions]) -> None:
+        for versions in several:
+            versions.close()

@@ -1,0 +1,57 @@
+"""Elastic training in simulated processes: a crash at any turn, pairs of them, arrivals.
+
+The state is compared with the oracle's, bit for bit: checkpoints that were saved and loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+from elastic_script import STEPS, WAYS, End, check, script
+from forms import LONG, examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import phalanx
+
+
+def run(
+    name: str,
+    size: int,
+    crashes: Mapping[int, int] | None = None,
+    arrivals: Sequence[int] = (),
+    seed: int = 0,
+) -> tuple[dict[int, End], list[int]]:
+    """Train; each process that has not crashed comes to the same end as the oracle."""
+    ends: dict[int, End] = {}
+    train = script(WAYS[name], size + len(arrivals), ends)
+    turns = phalanx.simulate(train, size, seed, crashes=crashes or {}, arrivals=arrivals).turns
+    for end in ends.values():
+        check(name, end)
+        assert end.redone == 0
+    return ends, turns
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_the_end_is_that_of_checkpoints_wherever_a_process_crashes(name: str) -> None:
+    ends, turns = run(name, 3)
+    assert [end.counted for end in ends.values()] == [list(range(STEPS))] * 3
+    for process in range(3):
+        for turn in range(0, turns[process], 1 if LONG else 7):
+            ends, _ = run(name, 3, {process: turn})
+            assert ends.keys() >= {0, 1, 2} - {process}
+
+
+@settings(max_examples=examples(60))
+@given(
+    st.sampled_from(sorted(WAYS)),
+    st.dictionaries(st.integers(0, 3), st.integers(0, 140), min_size=2, max_size=3),
+    st.lists(st.integers(0, 400), max_size=2),
+    st.integers(0, 99),
+)
+def test_several_crashes_and_arrivals(
+    name: str, crashes: dict[int, int], arrivals: list[int], seed: int
+) -> None:
+    ends, _ = run(name, 4, crashes, arrivals, seed)
+    assert ends.keys() >= {0, 1, 2, 3} - crashes.keys()
