@@ -55,7 +55,7 @@ BUDGETS = {  # of each package: lines, files
     "collectives": (5_202, 24),
     "compression": (1_761, 7),
     "core": (5_564, 21),
-    "elastic": (932, 4),
+    "elastic": (1_130, 5),
     "fsdp": (2_873, 10),
     "launch": (4_348, 21),
     "native": (2_307, 8),
