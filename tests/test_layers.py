@@ -55,7 +55,7 @@ BUDGETS = {  # of each package: lines, files
     "collectives": (5_202, 24),
     "compression": (1_761, 7),
     "core": (5_564, 21),
-    "elastic": (932, 4),
+    "elastic": (1_130, 5),
     "fsdp": (2_873, 10),
     "launch": (4_348, 21),
     "native": (2_307, 8),
@@ -69,7 +69,7 @@ BUDGETS = {  # of each package: lines, files
     "pipeline": (2_102, 8),
     "tensor": (1_682, 9),
     "torch_backend": (1_858, 9),
-    "training": (1_472, 7),
+    "training": (1_559, 8),
     "transport": (1_046, 6),  # without its packages
     "transport.shm": (1_603, 9),
     "transport.tcp": (3_697, 13),
