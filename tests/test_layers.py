@@ -69,7 +69,7 @@ BUDGETS = {  # of each package: lines, files
     "pipeline": (2_102, 8),
     "tensor": (1_682, 9),
     "torch_backend": (1_858, 9),
-    "training": (1_472, 7),
+    "training": (1_503, 7),
     "transport": (1_046, 6),  # without its packages
     "transport.shm": (1_603, 9),
     "transport.tcp": (3_697, 13),
