@@ -7,7 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import DistributedError, InvalidRankError, InvalidWorldSizeError, MisuseError
-from phalanx.launch.environment import World, read_environment
+from phalanx.launch.environment import (
+    ElasticJob,
+    World,
+    read_elastic_environment,
+    read_environment,
+)
 
 TORCHRUN = {
     "RANK": "5",
@@ -227,3 +232,54 @@ def test_every_rank_of_every_launcher_reads_its_own_place(data: st.DataObject) -
     found = read_environment({**environ, "MASTER_ADDR": "node1", "MASTER_PORT": "29500"})
     assert found is not None
     assert (found.rank, found.world_size) == (rank, size)
+
+
+# ------------------------------------------------------------------------------
+# Elastic jobs.
+
+ELASTIC = {"PHALANX_STORE": "etcd://a:2379,[::1]:2379", "PHALANX_JOB": "night.7_b-1"}
+
+
+def test_an_elastic_job_needs_a_store_and_a_name() -> None:
+    assert read_elastic_environment({}) is None
+    assert read_elastic_environment({"PHALANX_STORE": "a:1"}) is None, "any job of phalanx run"
+    assert read_elastic_environment({"PHALANX_JOB": "a"}) is None
+    expected = ElasticJob("etcd://a:2379,[::1]:2379", "night.7_b-1", "night.7_b-1")
+    assert read_elastic_environment(ELASTIC) == expected
+
+
+def test_a_launcher_says_more_of_an_elastic_job() -> None:
+    said = {
+        "PHALANX_LAUNCH": "x",
+        "PHALANX_MIN_RANKS": "2",
+        "PHALANX_MAX_RANKS": "8",
+        "LOCAL_RANK": "3",
+    }
+    found = read_elastic_environment({**ELASTIC, **said})
+    assert found == ElasticJob(ELASTIC["PHALANX_STORE"], "night.7_b-1", "x", 2, 8, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("PHALANX_STORE", "here", MisuseError),
+        ("PHALANX_STORE", "etcd://a:2379,b", MisuseError),
+        ("PHALANX_JOB", "a/b", MisuseError),
+        ("PHALANX_JOB", "a" * 101, MisuseError),
+        ("PHALANX_MIN_RANKS", "0", InvalidWorldSizeError),
+        ("PHALANX_MAX_RANKS", "many", InvalidWorldSizeError),
+        ("PHALANX_MIN_RANKS", "9", InvalidWorldSizeError),
+        ("LOCAL_RANK", "-1", InvalidRankError),
+    ],
+)
+def test_an_elastic_job_that_cannot_be_is_named(
+    name: str, value: str, error: type[DistributedError]
+) -> None:
+    with pytest.raises(error, match=f"{name}=['{value[0]}]"):
+        read_elastic_environment({"PHALANX_MAX_RANKS": "8", **ELASTIC, name: value})
+
+
+def test_an_elastic_job_has_no_world_for_init() -> None:
+    for launcher in ({}, TORCHRUN, SLURM):
+        with pytest.raises(MisuseError, match=r"elastic job night.*phalanx\.Elastic\(\)"):
+            read_environment({**launcher, **ELASTIC})

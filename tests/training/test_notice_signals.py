@@ -10,8 +10,9 @@ from types import FrameType
 
 import pytest
 
-from phalanx import Notice, SimulatedBackend
+from phalanx import MisuseError, Notice, SimulatedBackend
 from phalanx.training import notice as module
+from phalanx.training.notice import NoticeSignals
 
 pytestmark = pytest.mark.skipif(
     threading.current_thread() is not threading.main_thread(),
@@ -155,3 +156,42 @@ def test_a_handler_that_was_set_meanwhile_stays() -> None:
     with alone():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+
+
+# ------------------------------------------------------------------------------
+# The signals alone, without a backend.
+
+
+def test_signals_are_heard_between_install_and_close(heard: list[int], clock: Clock) -> None:
+    signals = NoticeSignals(KINDS, elsewhere="")
+    send(signal.SIGUSR1)
+    assert heard == [signal.SIGUSR1]
+    assert not signals.told
+    signals.install()
+    send(signal.SIGUSR1)
+    assert heard == [signal.SIGUSR1]
+    assert signals.told
+    clock.now += 2.0
+    send(signal.SIGTERM)
+    assert heard == [signal.SIGUSR1, signal.SIGTERM], "a later one is the former handler's"
+    signals.close()
+    send(signal.SIGTERM)
+    assert heard == [signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM]
+
+
+def test_another_thread_is_told_the_remedy_of_who_asks() -> None:
+    refused: list[str] = []
+
+    def ask() -> None:
+        NoticeSignals((), elsewhere="").install()
+        try:
+            NoticeSignals(KINDS, elsewhere="call leave() there")
+        except MisuseError as error:
+            refused.append(str(error))
+
+    thread = threading.Thread(target=ask, name="trainer")
+    thread.start()
+    thread.join()
+    assert refused == [
+        "Python handles signals in the main thread, and this is 'trainer': call leave() there"
+    ]

@@ -136,6 +136,11 @@ class Batches(Generic[Batch]):
         self.weight = (end - begin) * ranks / joined
         return batch
 
+    @property
+    def taken(self) -> bool:
+        """True if this step has taken its batch."""
+        return self._after is not None
+
     # For the job ------------------------------------------------------------------------------
 
     def begin(self) -> None:

@@ -81,7 +81,11 @@ def run_command(
     ] = "",
     max_restarts: Annotated[
         int,
-        typer.Option(metavar="N", help="How often to start all ranks again when one has failed."),
+        typer.Option(
+            metavar="N",
+            help="How often to start all ranks again when one has failed; with --min that one "
+            "alone.",
+        ),
     ] = 0,
     grace: Annotated[
         float | None,
@@ -108,6 +112,40 @@ def run_command(
             "ranks send, join the job, and end it.",
         ),
     ] = False,
+    min_ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--min",
+            metavar="N",
+            help="An elastic job: ranks may come and go, and at least N train. SCRIPT calls "
+            "phalanx.Elastic().",
+        ),
+    ] = None,
+    max_ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--max",
+            metavar="N",
+            help="With --min: at most N train, on all hosts.",
+            show_default="that of -n; no limit with --store",
+        ),
+    ] = None,
+    store: Annotated[
+        str,
+        typer.Option(
+            metavar="ADDRESS",
+            help="With --min: where several hosts meet, in any order: etcd://HOST:PORT,... They "
+            "have one token.",
+        ),
+    ] = "",
+    job_name: Annotated[
+        str,
+        typer.Option(
+            "--job",
+            metavar="NAME",
+            help="With --min: the job's name, the same on every host, and another for each job.",
+        ),
+    ] = "",
 ) -> None:
     """Run a Python script on several ranks, on one host or on many.
 
@@ -127,11 +165,16 @@ def run_command(
 
         phalanx run -n 4 --nnodes 2 --node-rank 0 --master node1:29500 train.py
 
+    An elastic job, in which a failed rank is replaced while the others train on:
+
+        phalanx run -n 4 --min 2 --max-restarts 20 train.py
+
     In a pod of Kubernetes, options that are not given are what its controller has set: the
     variables that stand below as defaults.
     """
     words = tuple(args or ())
     # Here, for other commands and --help need none of it.
+    from phalanx.launch.elastic_run import elastic_options  # noqa: PLC0415
     from phalanx.launch.pod import read_pod  # noqa: PLC0415
     from phalanx.launch.run import Job, run  # noqa: PLC0415
 
@@ -142,6 +185,7 @@ def run_command(
         *(pod.ranks, script, words, module, pod.nodes, pod.node_rank, pod.master),
         *(max_restarts, grace, bind, insecure),
         _about_one_rank(script, words, module=module) if alone else "",
+        elastic_options(min_ranks, max_ranks, store, job_name),
     )
     raise typer.Exit(run(job))
 

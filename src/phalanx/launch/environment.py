@@ -11,10 +11,13 @@ under mpirun in a job of Slurm all ranks of a host see one SLURM_PROCID. (With `
 there is a PMI_RANK, but no MPI_LOCALRANKID: that is srun. So is a RANK that was set to
 SLURM_PROCID, for torch.) MASTER_ADDR and MASTER_PORT are read for every launcher; for srun they
 need not be set (slurm.py).
+
+A process of an elastic job has PHALANX_STORE and PHALANX_JOB, and no rank: its members give it one.
 """
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,8 +29,16 @@ from phalanx.wire.control import is_loopback, parse_address
 
 Source = Literal["torchrun", "mpirun", "slurm", "environment"]
 
-# The address of `phalanx run`'s store, as host:port; it comes before MASTER_ADDR.
+# The address of `phalanx run`'s store, as host:port; it comes before MASTER_ADDR. In an elastic job
+# also etcd://host:port,...
 STORE_VARIABLE = "PHALANX_STORE"
+# Of an elastic job: its name, that by which the launcher's store knows it if that is another one,
+# and the least and the largest number of ranks.
+JOB_VARIABLE, LAUNCH_VARIABLE = "PHALANX_JOB", "PHALANX_LAUNCH"
+MIN_VARIABLE, MAX_VARIABLE = "PHALANX_MIN_RANKS", "PHALANX_MAX_RANKS"
+ELASTIC_VARIABLES = (JOB_VARIABLE, LAUNCH_VARIABLE, MIN_VARIABLE, MAX_VARIABLE)
+ETCD = "etcd://"
+_JOB_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 
 @dataclass(frozen=True)
@@ -86,8 +97,14 @@ def read_environment(environ: Mapping[str, str]) -> World | None:
 
     An allocation without a started step (`salloc`, then `python`) is no launcher. Impossible
     numbers raise `InvalidRankError`, `InvalidWorldSizeError` or `MisuseError`, which name the
-    variable, its value, and the remedy.
+    variable, its value, and the remedy. So does an elastic job, in which no rank is fixed.
     """
+    if environ.get(STORE_VARIABLE) and environ.get(JOB_VARIABLE):
+        raise MisuseError(
+            f"this process belongs to the elastic job {environ[JOB_VARIABLE]} ({JOB_VARIABLE}), "
+            "where ranks come and go: call phalanx.Elastic() in the place of init(), or start the "
+            "script without --min"
+        )
     launcher = _find_launcher(environ)
     if launcher is None:
         return None
@@ -221,3 +238,63 @@ def _local(
             f"{launcher.local_rank}={local_rank} is not one of {size} ranks on this host"
         )
     return local_rank, size
+
+
+# ------------------------------------------------------------------------------
+# Elastic jobs.
+
+
+@dataclass(frozen=True)
+class ElasticJob:
+    """The elastic job of this process, as its launcher, or who else started it, describes it.
+
+    store                 where its members meet: host:port, or etcd://host:port,...
+    job                   its name
+    launch                the name by which the launcher's store knows it
+    min_ranks, max_ranks  how many ranks it takes; None: not said
+    local_rank            this process's place on its host
+    """
+
+    store: str
+    job: str
+    launch: str
+    min_ranks: int | None = None
+    max_ranks: int | None = None
+    local_rank: int = 0
+
+
+def read_elastic_environment(environ: Mapping[str, str]) -> ElasticJob | None:
+    """Return the elastic job in `environ`; None unless it has both PHALANX_STORE and PHALANX_JOB.
+
+    `MisuseError`, `InvalidRankError` or `InvalidWorldSizeError` for values that cannot be.
+    """
+    store, job = environ.get(STORE_VARIABLE), environ.get(JOB_VARIABLE)
+    if not (store and job):
+        return None
+    check_elastic_store(store, f"{STORE_VARIABLE}={store}")
+    check_job_name(job, f"{JOB_VARIABLE}={job}")
+    least, most = (
+        _number(environ, name, InvalidWorldSizeError, at_least=1) if environ.get(name) else None
+        for name in (MIN_VARIABLE, MAX_VARIABLE)
+    )
+    if least is not None and most is not None and least > most:
+        raise InvalidWorldSizeError(f"{MIN_VARIABLE}={least} is more than {MAX_VARIABLE}={most}")
+    local_rank = _number(environ, "LOCAL_RANK", InvalidRankError, default=0)
+    return ElasticJob(store, job, environ.get(LAUNCH_VARIABLE) or job, least, most, local_rank)
+
+
+def check_elastic_store(store: str, given: str) -> None:
+    """Raise `MisuseError`, which shows what was `given`, unless members can meet at `store`."""
+    try:
+        for address in store.removeprefix(ETCD).split(",") if store.startswith(ETCD) else [store]:
+            parse_address(address)
+    except ValueError as error:
+        raise MisuseError(f"{given}: {error}; several of etcd are {ETCD}a:2379,b:2379") from None
+
+
+def check_job_name(job: str, given: str) -> None:
+    """Raise `MisuseError`, which shows what was `given`, unless `job` can name a job."""
+    if not _JOB_NAME.fullmatch(job):
+        raise MisuseError(
+            f"{given}: a job's name is 1 to 100 letters, digits, dots, hyphens and underscores"
+        )

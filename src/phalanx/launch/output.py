@@ -59,10 +59,10 @@ class RankLines:
             prefix = b"[rank %d] " % rank
             _write_all(self._descriptor, prefix + lines.replace(b"\n", b"\n" + prefix) + b"\n")
 
-    def finish(self) -> None:
-        """Pass on unfinished lines as whole ones."""
-        for rank in list(self._begun):
-            self.write(rank, b"\n")
+    def finish(self, rank: int | None = None) -> None:
+        """Pass on the unfinished line of a rank, or those of all, as whole ones."""
+        for begun in [each for each in self._begun if rank in (None, each)]:
+            self.write(begun, b"\n")
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
@@ -209,10 +209,10 @@ class LiveRankLines:
             self._last[rank] = shown[-_KEPT:] or self._last.get(rank, b"")
         screen.show("".join(f"{prefix}{line}\n" for line in lines), live)
 
-    def finish(self) -> None:
-        """Pass on unfinished lines as whole ones."""
-        for rank in list(self._begun):
-            self.write(rank, b"\n")
+    def finish(self, rank: int | None = None) -> None:
+        """Pass on the unfinished line of a rank, or those of all, as whole ones."""
+        for begun in [each for each in self._begun if rank in (None, each)]:
+            self.write(begun, b"\n")
 
 
 _UP = "\x1b[A"  # moves a terminal's cursor one line up
@@ -346,4 +346,5 @@ class RankPipes:
         else:
             self._selector.unregister(key.fd)
             os.close(key.fd)
+            lines.finish(rank)  # a replacement's output begins with a line of its own
         return bool(data)

@@ -13,6 +13,9 @@ On one host everything stays on it: the store at which the ranks have their rend
 loopback, and the job's token is fresh. On several, node 0 holds the store at --master (nodes.py),
 and PHALANX_TOKEN or PHALANX_TOKEN_FILE has to be set on every host: only its holders may join. With
 --insecure the token is one that everybody knows.
+
+With --min the job is elastic. Each host's launcher has one generation of processes, in which failed
+ones start again alone (elastic_run.py). Their ranks are what the job's members decide.
 """
 
 from __future__ import annotations
@@ -32,12 +35,20 @@ from pathlib import Path
 from phalanx.errors import InvalidRankError, InvalidWorldSizeError, MisuseError
 from phalanx.hooks import check_observers
 from phalanx.launch.binding import Processors, bind, threads_per_rank
-from phalanx.launch.environment import STORE_VARIABLE
+from phalanx.launch.elastic_run import ElasticOptions, Replacements, exit_code
+from phalanx.launch.environment import ELASTIC_VARIABLES, STORE_VARIABLE
 from phalanx.launch.nodes import NodeExit, Nodes
 from phalanx.launch.observer import Observer, observer
 from phalanx.launch.output import RankPipes, shown_as_in_a_terminal
 from phalanx.launch.reaper import GRACE, Reaper
-from phalanx.launch.report import AGAIN, RankExit, print_failure, print_restart, root_cause
+from phalanx.launch.report import (
+    AGAIN,
+    RankExit,
+    describe_failure,
+    print_failure,
+    print_restart,
+    root_cause,
+)
 from phalanx.launch.signals import Signals, announce_end
 from phalanx.launch.supervisor import Supervisor, open_standard_streams
 from phalanx.launch.worker import RUN_SCRIPT
@@ -74,6 +85,7 @@ class Job:
     bind: str = ""  # to which cores ranks are bound: one of `binding.WAYS`
     insecure: bool = False  # whether a job on several hosts may run without a token
     remark: str = ""  # a line for the user, at the beginning
+    elastic: ElasticOptions | None = None  # with --min
 
     def check(self) -> None:
         """Raise `InvalidWorldSizeError`, `InvalidRankError` or `MisuseError` for wrong options."""
@@ -108,10 +120,17 @@ class Job:
                 "PHALANX_TOKEN_FILE=FILE there; or start all with --insecure, if everybody who "
                 "reaches these hosts may read, join and end the job"
             )
+        if self.elastic is not None:
+            self.elastic.check(self.ranks, nodes=self.nodes, master=self.master, token=self.token())
         check_observers(os.environ)
         self._check_target()
         check_listening(self.ranks)
         self.processors()
+
+    @property
+    def alone(self) -> bool:
+        """Return whether no launcher of another host takes part."""
+        return self.nodes == 1 and not (self.elastic is not None and self.elastic.store)
 
     def _check_target(self) -> None:
         path, top = Path(self.target), self.target.partition(".")[0]
@@ -130,7 +149,7 @@ class Job:
 
         "" if all launchers are on one host, by a loopback address, which alone is let in then.
         """
-        if self.nodes == 1:
+        if self.alone:
             return find_token() or secrets.token_hex(32)
         return find_token() or (_KNOWN_TO_ALL if self.insecure else "")
 
@@ -145,7 +164,8 @@ def run(job: Job) -> int:
     0, or that of the rank that failed first. 75 if ranks ended with that and none failed: they have
     left, and ask to be started again. 128 more than the number of a signal that ended the job
     (SIGINT, SIGTERM, SIGHUP, SIGQUIT), unless ranks left: it goes to the ranks, which have
-    `job.grace` seconds. SIGUSR1 and SIGUSR2 go to the ranks, and nothing else follows.
+    `job.grace` seconds. SIGUSR1 and SIGUSR2 go to the ranks, and nothing else follows. Of an
+    elastic job it is 0 as soon as one process has ended with that, for the training has then.
 
     Each line that a rank prints appears here behind "[rank 3] ". When a rank fails the others are
     stopped, and the report of the first failure comes last, on stderr. A failure of the launch
@@ -159,7 +179,7 @@ def run(job: Job) -> int:
         job.check()
         if job.remark:
             sys.stderr.write(f"phalanx: {job.remark}\n")
-        if job.insecure and job.nodes > 1 and not find_token():
+        if job.insecure and not job.alone and not find_token():
             sys.stderr.write(
                 "phalanx: --insecure: everybody who reaches these hosts can read what the ranks "
                 "send, join the job as a rank, and end it\n"
@@ -168,7 +188,7 @@ def run(job: Job) -> int:
         with Reaper(watch.private) as reaper:
             launch = _Launch(job, reaper, signals, watch)
             try:
-                code = launch.run()
+                code = launch.run() if job.elastic is None else launch.run_elastic()
             except Exception as error:  # after a signal, any error follows from it
                 launch.tell_why(error)
                 if not signals.received:
@@ -192,6 +212,8 @@ class _Launch:
         self._processors = job.processors()
         self._token = job.token()
         self._run_id = secrets.token_hex(8) if job.nodes == 1 else "phalanx"
+        if job.elastic is not None and job.elastic.job:
+            self._run_id = job.elastic.job
         self._generation = 0
         self._last_call = math.inf
         self._shown = True
@@ -224,15 +246,9 @@ class _Launch:
             # In spite of the log, the end of this node's own ranks counts here.
             own = NodeExit.of_ranks(job.node_rank, exits)
             failed = [node for node in (*outcome, own) if node.failed]
-            self._how = "it has ended well"
             if not failed:
-                code = AGAIN if any(node.code == AGAIN for node in (*outcome, own)) else 0
-                if code == AGAIN:
-                    self._how = f"the ranks have left (exit code {AGAIN}): start the job again"
-                    sys.stderr.write(
-                        f"the ranks have left; exit code {AGAIN}: start the job again\n"
-                    )
-                return code
+                left = any(node.code == AGAIN for node in (*outcome, own))
+                return self._ended_well(AGAIN if left else 0)
             root = min(failed, key=lambda node: node.follows)  # of equal ones the first written
             self._how = root.summary
             elsewhere = ""
@@ -244,6 +260,23 @@ class _Launch:
             self._generation += 1
             restart = f"restarting all ranks ({self._generation} of {job.max_restarts})"
             print_restart(exits, elsewhere, restart)
+
+    def run_elastic(self) -> int:
+        """Run the processes of an elastic job until all have ended; return the exit code."""
+        exits = self._run_generation(0, self._job.ranks)
+        code, root = exit_code(exits), root_cause(exits)
+        if code is not None or root is None:
+            return self._ended_well(code or 0)
+        self._how = describe_failure(root, brief=True)
+        print_failure(exits)
+        return root.shell_code
+
+    def _ended_well(self, code: int) -> int:
+        self._how = "it has ended well"
+        if code == AGAIN:
+            self._how = f"the ranks have left (exit code {AGAIN}): start the job again"
+            sys.stderr.write(f"the ranks have left; exit code {AGAIN}: start the job again\n")
+        return code
 
     def tell_why(self, error: Exception) -> None:
         """Tell the other nodes why this one leaves: the job ends with it, everywhere alike."""
@@ -267,19 +300,25 @@ class _Launch:
         pipes = RankPipes(sys.stdout.fileno(), sys.stderr.fileno())
         try:
             with Supervisor(self._reaper, pipes.open) as ranks:
-                for local_rank in range(job.ranks):
-                    rank = str(first_rank + local_rank)
-                    own = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": str(local_rank)}
+
+                def start(local_rank: int) -> None:
+                    rank = first_rank + local_rank
+                    own = {"LOCAL_RANK": str(local_rank)}
+                    if job.elastic is None:
+                        own |= {"RANK": str(rank), "ROLE_RANK": str(rank)}
+                    processors = self._processors[local_rank]
                     ranks.start(
-                        int(rank),
-                        RUN_SCRIPT,
-                        words,
-                        environ=environ | own,
-                        processors=self._processors[local_rank],
+                        rank, RUN_SCRIPT, words, environ=environ | own, processors=processors
                     )
+
+                for local_rank in range(job.ranks):
+                    start(local_rank)
                 self._watch.begin(self._generation, world_size)
                 look = partial(self._watch.look, ranks.ranks, pipes.last)
-                ranks.watch(signals, look, self._failed_elsewhere)
+                if job.elastic is None:
+                    ranks.watch(signals, look, self._failed_elsewhere)
+                else:
+                    Replacements(ranks, start, job.max_restarts).watch(signals, look)
                 if signals.received:
                     self._stop(ranks, signals.received[0])
                 else:
@@ -299,7 +338,8 @@ class _Launch:
     def _stop(self, ranks: Supervisor, signum: int) -> None:
         """Pass on a signal that ends programs, and wait for the ranks' end.
 
-        If they have left, with exit code 75, the signal has done its work, and is forgotten.
+        If they have left, with exit code 75, the signal has done its work, and is forgotten. So it
+        is if an elastic training has come to its end.
         """
         grace = self._job.grace
         if grace is None:
@@ -311,6 +351,8 @@ class _Launch:
             self._signals.forget()
         elif root is not None and root.report is not None and not root.follows:
             print_failure(exits)  # the checkpoint could not be written, perhaps
+        if self._job.elastic is not None and exit_code(exits) == 0:
+            self._signals.forget()
 
     def _wait(self) -> None:
         """Wait a moment for other nodes; raise `Interrupted` after a signal, or their error."""
@@ -340,10 +382,27 @@ class _Launch:
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
             **shown_as_in_a_terminal(sys.stdout.fileno(), sys.stderr.fileno()),
             **os.environ,
+            "LOCAL_WORLD_SIZE": str(job.ranks),
+            "PYTHONUNBUFFERED": "1",
+        }
+        if job.elastic is None:
+            environ |= self._fixed_ranks(world_size)
+            for name in (*ELASTIC_VARIABLES, "TORCHELASTIC_ERROR_FILE"):
+                environ.pop(name, None)  # of a launcher above this one
+        else:
+            environ = job.elastic.environment(environ, job.ranks, str(endpoint), self._run_id)
+        environ |= self._watch.environment()
+        if self._token and not find_token():
+            environ["PHALANX_TOKEN"] = self._token
+        return environ
+
+    def _fixed_ranks(self, world_size: int) -> dict[str, str]:
+        """Return the variables of a job whose ranks stay as they are."""
+        job, endpoint = self._job, self._nodes.endpoint
+        return {
             "WORLD_SIZE": str(world_size),
             "ROLE_WORLD_SIZE": str(world_size),
             "ROLE_NAME": "rank",
-            "LOCAL_WORLD_SIZE": str(job.ranks),
             "GROUP_RANK": str(job.node_rank),
             "GROUP_WORLD_SIZE": str(job.nodes),
             "MASTER_ADDR": endpoint.host,
@@ -354,10 +413,4 @@ class _Launch:
             # Torch's own groups have a store of their own there, anew after a restart.
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             STORE_VARIABLE: str(endpoint),
-            "PYTHONUNBUFFERED": "1",
         }
-        environ.pop("TORCHELASTIC_ERROR_FILE", None)  # of a launcher above this one
-        environ |= self._watch.environment()
-        if self._token and not find_token():
-            environ["PHALANX_TOKEN"] = self._token
-        return environ

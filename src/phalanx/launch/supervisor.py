@@ -219,15 +219,18 @@ class Supervisor:
     ) -> None:
         """Wait until the ranks are done, one has failed, a signal has come, or it is `over()`.
 
-        Passes on to the ranks what other `signals` there are. `look()` is called meanwhile, and at
-        the end with `now=True`.
+        Calls `look()` as `attend` does, and at the end with `now=True`.
         """
         while self.state() == "running" and not (signals.received or over()):
-            self.wait(also=signals.descriptors)
-            look()
-            for passed in signals.take():
-                self.send(passed)
+            self.attend(signals, look)
         look(now=True)
+
+    def attend(self, signals: Signals, look: Callable[..., object]) -> None:
+        """Wait a moment, call `look()`, and pass on to the ranks what other `signals` there are."""
+        self.wait(also=signals.descriptors)
+        look()
+        for passed in signals.take():
+            self.send(passed)
 
     def state(self) -> Literal["running", "done", "failed"]:
         """Return "failed" when the root failure is known, "done" at the end."""
@@ -242,7 +245,7 @@ class Supervisor:
         return "done" if all_known else "running"
 
     def exits(self) -> list[RankExit]:
-        """Return the known ends of ranks, past or to come, in rank order."""
+        """Return the known ends of ranks, past or to come, in the order of `ranks`."""
         return [rank for rank in self.ranks if rank.time < math.inf]
 
     def send(self, signum: int) -> None:

@@ -118,7 +118,8 @@ def _report_failure(error: BaseException, send: Callable[[RankReport], bool]) ->
             summary += f" from {places[-1].filename}, line {places[-1].lineno}"
     else:
         summary, text = error_line(error), format_traceback(error, hide=_HIDDEN)
-    rank, follows = int(os.environ["RANK"]), follows_from_another(error)
+    place = os.environ.get("RANK") or os.environ["LOCAL_RANK"]  # without a rank: an elastic job
+    rank, follows = int(place), follows_from_another(error)
     ends_with = code & 0xFF or 1  # as the system counts, and not as if it had ended well
     if not send(RankReport(rank, True, b"", summary, text, follows, code=ends_with)):
         sys.stderr.write(text)

@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from phalanx.errors import AuthenticationError, DistributedError
 from phalanx.launch.binding import usable_cores
-from phalanx.launch.environment import read_environment
+from phalanx.launch.environment import read_elastic_environment, read_environment
 from phalanx.transport.tcp.addresses import address_toward, allowed_ports, with_interface
 from phalanx.wire.control import is_loopback
 
@@ -352,6 +352,8 @@ def find_token() -> Finding:
 
 def find_launcher() -> Finding:
     try:
+        if (job := read_elastic_environment(os.environ)) is not None:
+            return info(f"this process is of the elastic job {job.job}, which meets at {job.store}")
         world = read_environment(os.environ)
     except DistributedError as error:
         return fail(str(error), "unset it, or start the ranks with a launcher")

@@ -75,21 +75,16 @@ class Notice:
         if not isinstance(backend, Backend):
             raise TypeError(f"Notice takes a backend, such as phalanx.init(), not {backend!r}")
         self._backend = backend
-        self._signals = _checked(signals)
         if not every >= 0:
             raise ValueError(f"every={every!r}: it is the seconds between exchanges, 0 or more")
-        if self._signals and threading.current_thread() is not threading.main_thread():
-            raise MisuseError(
-                f"rank {backend.rank}: Python handles signals in the main thread, and this is "
-                f"{threading.current_thread().name!r}: make the Notice there, or with signals=(), "
-                "and call its give() when a notice comes",
-                rank=backend.rank,
-            )
+        self._signals = NoticeSignals(
+            signals,
+            rank=backend.rank,
+            elsewhere="make the Notice there, or with signals=(), and call its give() when a "
+            "notice comes",
+        )
         self._every = every
-        self._before: dict[int, Any] = {}  # the handlers of before, by signal
-        self._first = math.inf  # when the first signal came
-        self._told = False  # whether this rank has a notice
-        self._given = False  # whether all have
+        self._given = False  # whether all have a notice
         self._group: SubBackend | None = None
         self._exchange: PendingCollective[Tensor] | None = None
         self._calls = self._next = self._begun = 0  # of `given()`; those with an exchange
@@ -102,7 +97,7 @@ class Notice:
 
     def give(self) -> None:
         """Give this rank notice, as a signal does. From any thread, any number of times."""
-        self._told = True
+        self._signals.told = True
 
     def given(self) -> bool:
         """Return whether the ranks leave now. Every rank calls it after every step; save if so.
@@ -124,7 +119,7 @@ class Notice:
         if self._given:
             return True
         if group.world_size == 1:
-            self._given = self._told
+            self._given = self._signals.told
             return self._given
         self._calls += 1
         if self._exchange is not None and self._read(self._exchange):
@@ -139,7 +134,7 @@ class Notice:
         seconds = max(now - self._began, 1e-9) / calls
         wanted = min(max(1, int(self._every / seconds)), MOST_CALLS)
         self._began, self._begun = now, self._calls
-        values = torch.tensor([(group.rank + 1) * self._told, -wanted])
+        values = torch.tensor([(group.rank + 1) * self._signals.told, -wanted])
         return async_all_reduce_(values, group, ReduceOp.MAX, label="Notice.given()")
 
     def _read(self, exchange: PendingCollective[Tensor]) -> bool:
@@ -155,31 +150,15 @@ class Notice:
             )
         return self._given
 
-    def _handle(self, signum: int, frame: FrameType | None) -> None:
-        """Take note of a signal, and do no more: it may come at any point."""
-        self._first = min(self._first, monotonic())
-        self._told = True
-        before = self._before[signum]
-        again = monotonic() > self._first + ECHO
-        if callable(before) and (again or isinstance(getattr(before, "__self__", None), Notice)):
-            before(signum, frame)
-        elif again and before != signal.SIG_IGN:
-            signal.signal(signum, signal.SIG_DFL)
-            signal.raise_signal(signum)
-
     def __enter__(self) -> Self:
         if self._group is not None:
             raise MisuseError(f"rank {self._backend.rank}: this Notice is in use already")
         self._group = self._backend.subgroup(range(self._backend.world_size))
-        for signum in self._signals:
-            self._before[signum] = signal.getsignal(signum)
-            signal.signal(signum, self._handle)
+        self._signals.install()
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        for signum, before in self._before.items():
-            if signal.getsignal(signum) == self._handle:  # else another handler was set meanwhile
-                signal.signal(signum, signal.SIG_DFL if before is None else before)
+        self._signals.close()
         group, exchange = self._group, self._exchange
         self._group = self._exchange = None
         assert group is not None
@@ -188,6 +167,58 @@ class Notice:
                 exchange.wait()  # the others read it, too
         finally:
             group.close()
+
+
+class NoticeSignals:
+    """Signals that give this process notice, from `install()` to `close()`; it has no backend.
+
+    told   whether one has come; the program may set it, too
+
+    Signals within a second of the first are the same notice. A later one goes to the former
+    handler; one that another notice has installed hears all. `close` restores the former handlers.
+
+    Raises ValueError for a signal that cannot be handled. Outside the main thread, in which Python
+    handles signals, `MisuseError`, in whose text `elsewhere` is the remedy.
+    """
+
+    def __init__(self, signals: Iterable[int], *, elsewhere: str, rank: int | None = None) -> None:
+        self.told = False
+        self._signals = _checked(signals)
+        self._before: dict[int, Any] = {}  # the former handlers, by signal
+        self._first = math.inf  # when the first signal came
+        thread = threading.current_thread()
+        if self._signals and thread is not threading.main_thread():
+            who = "" if rank is None else f"rank {rank}: "
+            raise MisuseError(
+                f"{who}Python handles signals in the main thread, and this is {thread.name!r}: "
+                f"{elsewhere}",
+                rank=rank,
+            )
+
+    def install(self) -> None:
+        """Handle the signals from now on."""
+        for signum in self._signals:
+            self._before[signum] = signal.getsignal(signum)
+            signal.signal(signum, self._handle)
+
+    def close(self) -> None:
+        """Restore the former handlers, unless others were set meanwhile."""
+        for signum, before in self._before.items():
+            if signal.getsignal(signum) == self._handle:
+                signal.signal(signum, signal.SIG_DFL if before is None else before)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        """Take note of a signal, and do no more: it may come at any point."""
+        self._first = min(self._first, monotonic())
+        self.told = True
+        before = self._before[signum]
+        again = monotonic() > self._first + ECHO
+        of_a_notice = isinstance(getattr(before, "__self__", None), NoticeSignals)
+        if callable(before) and (again or of_a_notice):
+            before(signum, frame)
+        elif again and before != signal.SIG_IGN:
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
 
 
 def _checked(signals: Iterable[int]) -> tuple[int, ...]:

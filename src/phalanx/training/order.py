@@ -7,6 +7,7 @@ into the parts of the ranks; so does elastic training, whose ranks change.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from operator import index
 from typing import Any, NamedTuple
 
@@ -127,9 +128,12 @@ class EpochOrder:
             order = f"by length in pools of {self._pool}, {order}"
         if self._weights is not None:
             order = "drawn by weight"
+        return {"size": self.size, "seed": self.seed, "order": order, "samples": self._digest}
+
+    @cached_property
+    def _digest(self) -> str:
         given = [each for each in (self._samples, self._lengths, self._weights) if each is not None]
-        digest = xxh3_64_hexdigest(b"".join(bytes(readable_bytes(each)) for each in given))
-        return {"size": self.size, "seed": self.seed, "order": order, "samples": digest}
+        return xxh3_64_hexdigest(b"".join(bytes(readable_bytes(each)) for each in given))
 
     def arguments(self) -> dict[str, Any]:
         """Return all that has to be the same on every rank."""
