@@ -76,7 +76,8 @@ WAYS: Mapping[str, Way] = {
     "no_shard": Way(lambda m, b: FSDP(m, b, strategy=ShardingStrategy.NO_SHARD)),
     "top_k": Way(lambda m, b: DDP(m, b, compression=ErrorFeedback(TopK(0.5)))),
     "sharded_optimizer": Way(
-        DDP, lambda model: ShardedOptimizer(torch.optim.Adam, model, lr=0.1)  # type: ignore[arg-type]
+        DDP,
+        lambda model: ShardedOptimizer(torch.optim.Adam, model, lr=0.1),  # type: ignore[arg-type]
     ),
     "local_sgd": Way(lambda m, b: LocalSGD(m, b, every=2), parts=2),
     "diloco": Way(lambda m, b: DiLoCo(m, b, every=2, outer=outer), parts=2),
@@ -190,7 +191,11 @@ def oracle(name: str, generations: tuple[tuple[int, int], ...]) -> list[list[Ten
                 numbers = joined[begin:stop] or joined[:1]
                 take_step(model, optimizer, schedule, numbers, weight, way.parts)
             phalanx.save_checkpoint(
-                folder, model=model, optimizer=optimizer, step=end, extra=schedule.state_dict(),
+                folder,
+                model=model,
+                optimizer=optimizer,
+                step=end,
+                extra=schedule.state_dict(),
                 backend=backend,
             )
             return all_of(model, optimizer)

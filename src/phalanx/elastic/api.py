@@ -295,7 +295,10 @@ class Elastic:
             )
         self._total = total
         lines = [*kept.lines(), f"steps: {total}", f"seed: {self._seed}"]
-        lines += [f"copy_every: {self._copy_every}", f"checkpoints: {self._checkpoints is not None}"]
+        lines += [
+            f"copy_every: {self._copy_every}",
+            f"checkpoints: {self._checkpoints is not None}",
+        ]
         self._generations = Generations(
             self._site, bounds, lines, wait=self._wait, timeout=self._timeout
         )
@@ -475,9 +478,7 @@ class Elastic:
         )
         if found:
             first = kept.optimizers[0] if kept.optimizers else None
-            loaded = load_checkpoint(
-                str(found), model=kept.model, optimizer=first, backend=backend
-            )
+            loaded = load_checkpoint(str(found), model=kept.model, optimizer=first, backend=backend)
             self._saved = loaded.step
             return loaded.extra, loaded.step
         given = self._memory.first() if backend.rank == 0 else []
@@ -530,7 +531,9 @@ class Elastic:
             for rank in now.lost
         )
         what = f"{lost} lost in step {now.first_step}" if lost else why
-        phases = ", ".join(f"{name} {took:.3f}" for name, took in now.seconds.items() if name != "total")
+        phases = ", ".join(
+            f"{name} {took:.3f}" for name, took in now.seconds.items() if name != "total"
+        )
         log.info(
             "generation %d: %s; %d go on, %d join, %d steps done again, %.3f s (%s)",
             now.number,

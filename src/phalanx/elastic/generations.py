@@ -1,7 +1,7 @@
 """The driver of `membership.py`: it looks at the store, acts, and waits, until a decision is there.
 
-    a member      a rank is lost, or a vote asks for it   -> report ... -> the next generation
-    a newcomer    enters, renews its entry each second    -> a generation that has it
+a member      a rank is lost, or a vote asks for it   -> report ... -> the next generation
+a newcomer    enters, renews its entry each second    -> a generation that has it
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from phalanx.fsdp import FSDP
 from phalanx.optim import ShardedOptimizer
 from phalanx.parallel.local_sgd.periodic import PeriodicSync
 
+
 @runtime_checkable
 class Stateful(Protocol):
     """An object whose state is kept: a learning rate schedule, a gradient scaler."""
@@ -263,6 +264,7 @@ class Kept:
 
     def _values(self) -> tuple[Json, list[Json]]:
         """Return the other objects' states, and the optimizers' options."""
+
         def keep(tensor: Tensor, path: str) -> str:
             self._refuse(
                 f"{path} is a tensor. A kept object's state, but for modules and optimizers, is "
@@ -271,7 +273,9 @@ class Kept:
 
         options = [
             [
-                to_json({k: group[k] for k in group if k not in ("params", "param_names")}, "", keep)
+                to_json(
+                    {k: group[k] for k in group if k not in ("params", "param_names")}, "", keep
+                )
                 for group in optimizer.param_groups
             ]
             for optimizer in self.optimizers
@@ -290,7 +294,11 @@ class Kept:
         names = {name for name, each in model.parameters.items() if id(each.tensor) not in cut}
         apart = any(wrapper.optimizers_apart for wrapper in wrappers)
         for optimizer, part in zip(self.optimizers, made.parts, strict=False):
-            if part.optimizer is not None and not apart and not isinstance(optimizer, ShardedOptimizer):
+            if (
+                part.optimizer is not None
+                and not apart
+                and not isinstance(optimizer, ShardedOptimizer)
+            ):
                 for name in names & part.optimizer.state.keys():
                     records = part.optimizer.state[name].values()
                     names = names | {record.tensor for record in records if record.tensor}

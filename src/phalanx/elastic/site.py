@@ -1,7 +1,7 @@
 """Where an elastic job's process lives: how it meets others, its store, and its clock.
 
-    ProcessSite     a process: sockets and shared memory, the machine's clock
-    SimulatedSite   a process of `phalanx.simulate`, where the clock jumps when all wait
+ProcessSite     a process: sockets and shared memory, the machine's clock
+SimulatedSite   a process of `phalanx.simulate`, where the clock jumps when all wait
 """
 
 from __future__ import annotations
@@ -71,9 +71,7 @@ class Site(ABC):
         """Return where it listens, as rank 0 of the next generation would."""
 
     @abstractmethod
-    def meet(
-        self, generation: int, rank: int, size: int, address: str, timeout: float
-    ) -> Backend:
+    def meet(self, generation: int, rank: int, size: int, address: str, timeout: float) -> Backend:
         """Be this rank of the generation's group, when all have come; raise after `MEETING`."""
 
     @abstractmethod
@@ -102,7 +100,11 @@ class ProcessSite(Site):
     """
 
     def __init__(
-        self, kind: str, open_store: Callable[[], JobStore] | None, route: Endpoint, job: str,
+        self,
+        kind: str,
+        open_store: Callable[[], JobStore] | None,
+        route: Endpoint,
+        job: str,
         token: str,
     ) -> None:
         check_kind(kind)
@@ -125,9 +127,7 @@ class ProcessSite(Site):
         return str(Endpoint(host, port))
 
     @override
-    def meet(
-        self, generation: int, rank: int, size: int, address: str, timeout: float
-    ) -> Backend:
+    def meet(self, generation: int, rank: int, size: int, address: str, timeout: float) -> Backend:
         if size == 1:
             return SimulatedBackend.create_group(1, timeout=timeout)[0]
         listener = None
@@ -197,9 +197,7 @@ class SimulatedSite(Site):
         return f"p{self._process.number}:1"
 
     @override
-    def meet(
-        self, generation: int, rank: int, size: int, address: str, timeout: float
-    ) -> Backend:
+    def meet(self, generation: int, rank: int, size: int, address: str, timeout: float) -> Backend:
         name = f"generation {generation}"
         return self._process.form(name, rank, size, seconds=MEETING, timeout=timeout)
 

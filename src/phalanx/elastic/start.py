@@ -77,7 +77,10 @@ def _route(where: object) -> Endpoint:
 
 def leave_when_told(site: Site) -> NoticeSignals | None:
     """Take SIGTERM as a notice to leave from now on, if this process can."""
-    if not isinstance(site, ProcessSite) or threading.current_thread() is not threading.main_thread():
+    if (
+        not isinstance(site, ProcessSite)
+        or threading.current_thread() is not threading.main_thread()
+    ):
         return None
     signals = NoticeSignals((signal.SIGTERM,), elsewhere="")
     signals.install()

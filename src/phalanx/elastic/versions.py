@@ -93,9 +93,9 @@ def part_of(holding: Holding, ranks: int, replicated: Collection[str]) -> Part:
 class VersionFile:
     """A file without a name: one version of a rank's part, which its host's processes can read.
 
-        0          version, or -1 while it is written; generation, sizes
-        4096       the tensors, each aligned to 64 bytes
-        behind     the description
+    0          version, or -1 while it is written; generation, sizes
+    4096       the tensors, each aligned to 64 bytes
+    behind     the description
     """
 
     def __init__(self, fd: int) -> None:
@@ -124,9 +124,7 @@ class VersionFile:
         version, generation, *_ = _HEAD.unpack(head)
         return version, generation
 
-    def write(
-        self, version: int, generation: int, part: Part, pause: Callable[[], object]
-    ) -> None:
+    def write(self, version: int, generation: int, part: Part, pause: Callable[[], object]) -> None:
         """Write a version over the one before, which is gone then; call `pause` in between."""
         os.pwrite(self.fd, _INVALID, 0)
         described = msgspec.json.encode((part.rank, part.parts))
