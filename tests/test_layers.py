@@ -57,7 +57,7 @@ BUDGETS = {  # of each package: lines, files
     "core": (5_564, 21),
     "elastic": (1_130, 5),
     "fsdp": (2_873, 10),
-    "launch": (4_744, 22),
+    "launch": (4_743, 22),
     "native": (2_307, 8),
     "ops": (716, 3),  # without its packages
     "ops.bench": (2_231, 8),

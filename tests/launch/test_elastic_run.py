@@ -127,6 +127,21 @@ def test_when_restarts_are_used_up_the_others_go_on_as_long_as_they_live(
     assert lines[2].endswith("is not replaced: no restart is left of --max-restarts 2")
 
 
+def test_it_is_over_when_all_have_failed_and_no_restart_is_left(reaper: Reaper) -> None:
+    (ended,) = Places(reaper, "raise SystemExit(7)").watch(most=0)
+    assert (ended.code, ended.failed) == (7, True)
+
+
+def test_each_pause_is_twice_the_one_before(
+    reaper: Reaper, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(elastic_run, "_FIRST_PAUSE", 0.001)
+    Places(reaper, "raise SystemExit(7)").watch(most=3)
+    *lines, _ = capfd.readouterr().err.splitlines()
+    said = [line.partition(" is replaced in ")[2].split()[0] for line in lines]
+    assert said == ["0.001", "0.002", "0.004"]
+
+
 @pytest.mark.parametrize("code", [0, 75])
 def test_nobody_waits_for_a_replacement_that_would_be_alone(
     reaper: Reaper, lives: Path, monkeypatch: pytest.MonkeyPatch, code: int
@@ -146,16 +161,15 @@ def test_the_only_process_is_replaced_again_and_again(
     assert places.starts == [0, 0, 0]
 
 
-def test_after_a_signal_failures_of_before_are_forgotten(reaper: Reaper, lives: Path) -> None:
-    places = Places(reaper, PAUSE, adds_to(lives, "raise SystemExit(7)"))
+def test_after_a_signal_failures_of_before_are_forgotten(reaper: Reaper) -> None:
+    places = Places(reaper, PAUSE, "raise SystemExit(7)", "raise SystemExit(75)")
 
     def look() -> None:
-        if any(rank.code == 7 for rank in places.ranks.ranks):
+        if {7, 75} <= {rank.code for rank in places.ranks.ranks}:
             places.signals.received.append(signal.SIGTERM)
 
-    assert places.watch(0, look) == []
-    (rank,) = places.ranks.ranks
-    assert (rank.rank, rank.failed) == (0, False)
+    assert [(one.rank, one.code) for one in places.watch(0, look)] == [(2, 75)]
+    assert [rank.rank for rank in places.ranks.ranks] == [0, 2]
 
 
 def test_a_process_that_has_reported_and_does_not_end_is_killed_and_replaced(

@@ -86,26 +86,39 @@ def test_the_first_failure_is_told_last_when_nobody_is_left(tmp_path: Path) -> N
 
 LEAVES = """
 import os, pathlib, signal, sys
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit({code}))
 ready = pathlib.Path(sys.argv[1], "ready")
-part = ready / f"{os.environ['LOCAL_RANK']}.part"
+part = ready / (os.environ["LOCAL_RANK"] + ".part")
 part.write_text(str(os.getpid()))
 part.rename(part.with_suffix(".pid"))
 signal.pause()
 """
 
 
+def leave(folder: Path, code: int) -> Launch:
+    """Start two ranks that end with this code when they are told to, and wait for them."""
+    ready = folder / "ready"
+    ready.mkdir()
+    options = ["-n", "2", "--min", "1", "--max-restarts", "9"]
+    launcher = start(folder, LEAVES.format(code=code), *options)
+    wait_until(lambda: len(list(ready.glob("*.pid"))) == 2, "both ranks have come")
+    return launcher
+
+
 def test_ranks_that_leave_alone_or_together_are_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "ready").mkdir()
-    with start(tmp_path, LEAVES, "-n", "2", "--min", "1", "--max-restarts", "9") as launcher:
-        ready = tmp_path / "ready"
-        wait_until(lambda: len(list(ready.glob("*.pid"))) == 2, "both ranks have come")
-        leaving = int((ready / "1.pid").read_text())
+    with leave(tmp_path, 75) as launcher:
+        leaving = int((tmp_path / "ready" / "1.pid").read_text())
         os.kill(leaving, signal.SIGTERM)
         wait_until(lambda: leaving not in launcher.alive(), "it has left")
         launcher.process.send_signal(signal.SIGTERM)
         assert finish(launcher) == (75, [], [AGAIN])
         launcher.seconds_until_all_have_ended()
+
+
+def test_a_training_that_comes_to_its_end_after_a_signal_has_ended_well(tmp_path: Path) -> None:
+    with leave(tmp_path, 0) as launcher:
+        launcher.process.send_signal(signal.SIGTERM)
+        assert finish(launcher) == (0, [], [])
 
 
 SHOWS = """

@@ -128,7 +128,7 @@ def elastic_options(
 def pause_before_restart(last: float, lived: float) -> float:
     """Return the seconds before a process is started again: 1, 2, 4 ... 30.
 
-    last    the seconds before the one that has failed, 0 for the first of its place
+    last    the seconds before the one that has failed, 0 for a rank's first process
     lived   the seconds for which that one ran: after many the pauses begin anew
     """
     return min(2 * last, _LONGEST_PAUSE) if last and lived < _LONG_LIFE else _FIRST_PAUSE
@@ -156,8 +156,7 @@ class Replacements:
     def __init__(self, ranks: Supervisor, start: Callable[[int], object], most: int) -> None:
         self._ranks, self._start, self._most = ranks, start, most
         self._restarts = 0
-        self._began = {rank.rank: time.monotonic() for rank in ranks.ranks}
-        self._pauses = dict.fromkeys(self._began, 0.0)  # before the latest start of each
+        self._pauses: dict[int, float] = {}  # before the latest restart of each rank
         self._due: dict[int, float] = {}  # when a rank is started again
         self._ended: dict[int, RankProcess] = {}  # the last process of a rank, once it has ended
 
@@ -193,15 +192,15 @@ class Replacements:
     def _end(self, rank: RankProcess) -> None:
         self._ended[rank.rank] = rank
         if rank.failed:
-            after = self._again(rank.rank, rank.time)
+            after = self._again(rank.rank, rank.time - rank.began)
             print_restart([rank], "", f"process {rank.process.pid} {after}")
 
-    def _again(self, rank: int, ended: float) -> str:
+    def _again(self, rank: int, lived: float) -> str:
         """Decide when a rank is started again; return it in words."""
         if self._restarts == self._most:
             return f"is not replaced: no restart is left of --max-restarts {self._most}"
         self._restarts += 1
-        pause = pause_before_restart(self._pauses[rank], ended - self._began[rank])
+        pause = pause_before_restart(self._pauses.get(rank, 0.0), lived)
         self._pauses[rank], self._due[rank] = pause, time.monotonic() + pause
         return f"is replaced in {pause:g} s (restart {self._restarts} of {self._most})"
 
@@ -209,9 +208,8 @@ class Replacements:
         now = time.monotonic()
         for rank in [rank for rank, due in self._due.items() if due <= now]:
             del self._due[rank]
-            self._began[rank] = now
             try:
                 self._start(rank)
                 self._ranks.ranks.remove(self._ended.pop(rank))
             except BackendUnavailableError as error:
-                sys.stderr.write(f"{error}; rank {rank} {self._again(rank, now)}\n")
+                sys.stderr.write(f"{error}; rank {rank} {self._again(rank, 0.0)}\n")

@@ -65,6 +65,7 @@ class RankProcess(RankExit):
     channel: socket.socket | None
     reaper: Reaper
     received: bytearray = field(default_factory=bytearray)
+    began: float = field(default_factory=time.monotonic)
 
     def read(self) -> None:
         """Read the next part of the report."""
