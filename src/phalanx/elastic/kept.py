@@ -280,7 +280,7 @@ class Kept:
             ]
             for optimizer in self.optimizers
         ]
-        return to_json(self.values(), "keep", keep), options  # type: ignore[return-value]
+        return to_json(self.values(), "keep", keep), options
 
     def _replicated(self, made: Holding) -> set[str]:
         """Return the names of tensors that all ranks hold whole, with the same values."""
