@@ -79,7 +79,7 @@ class Elastic:
 
     # Errors
     `InvalidWorldSizeError` for `min_ranks` below 1 or above `max_ranks`; for gloo, nccl, ucc and
-    mpi `UnsupportedOperationError`. `MembershipError` where there are too few ranks, or no store, for
+    mpi `UnsupportedOperationError`. `MembershipError` if there are too few ranks, or no store, for
     `wait` seconds. `DesyncError` in a process that keeps something else than those that train,
     which names the first difference; `AuthenticationError` with another token.
     """
