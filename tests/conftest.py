@@ -9,7 +9,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -111,6 +111,14 @@ def asking_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     from clusters import Cluster
 
     monkeypatch.setattr(Cluster, "ask_every", 0.1)
+
+
+@pytest.fixture
+def thresholds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets from which sizes on collectives in shared memory go which way, during a test."""
+    from phalanx.collectives.shm import plan
+
+    return lambda **sizes: monkeypatch.setattr(plan, "THRESHOLDS", plan.Thresholds(**sizes))
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -19,9 +20,9 @@ from phalanx.collectives.shm import plan
 
 
 @pytest.fixture(autouse=True)
-def _thresholds_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def _thresholds_as_before(thresholds: Callable[..., None]) -> None:
     """A case leaves the last ones that it has tried."""
-    monkeypatch.setattr(plan, "THRESHOLDS", plan.THRESHOLDS)
+    thresholds()
 
 
 def test_each_threshold_is_measured() -> None:
