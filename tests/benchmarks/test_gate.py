@@ -60,13 +60,13 @@ def test_names_of_rows_are_different_and_those_that_may_be_slower_exist():
 def test_rows_are_chosen_by_their_names_and_left_out_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(gate, "lacks", {"": "", "shm": "", "mpi": "no mpirun"}.__getitem__)
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
     table, left_out = gate.chosen(["send_recv 8 B, mpi", "8 B, shm, 2", "import"])
     assert [row.name for row in table] == [
         "all_reduce 8 B, shm, 2 ranks",
         "import phalanx, torch apart",
     ]
-    assert left_out == {"send_recv 8 B, mpi, 2 ranks": "no mpirun"}
+    assert left_out == {"send_recv 8 B, mpi, 2 ranks": "mpi4py is not installed"}
 
 
 def test_the_table_has_every_row_its_figures_and_what_is_left_out(capsys: pytest.CaptureFixture):
