@@ -420,7 +420,7 @@ class Elastic:
         seconds = {"decided": 0.0, "met": 0.0, "moved": 0.0}
         before = self._version
         if self._site.store is None:
-            return self._begin_alone()
+            return self._begin_alone(began)
         generations, lost = self._generations, set(gone)
         assert generations is not None
         members = generations.members
@@ -439,6 +439,15 @@ class Elastic:
             seconds["decided"] = decided - began - seconds["met"] - seconds["moved"]
             break
         return self._entered(decision, why, seconds, before, began, members)
+
+    def _begin_alone(self, began: float) -> None:
+        """Form the one generation of a process that nobody has started as a job."""
+        process = self._site.process
+        values, self._version = self._bring_first()
+        self._kept.load_values(values)
+        self._memory.enter(self._version, 1, (process,), first=False)
+        alone = Decision(1, (process,), "")
+        self._entered(alone, "the training begins alone", {}, 0, began, ())
 
     def _enter(self, decision: Decision, seconds: dict[str, float]) -> None:
         """Be a rank of this generation: meet the others, and take the state."""
@@ -519,7 +528,8 @@ class Elastic:
             )
         )
         if rank == 0:
-            generations.tell_kept()
+            if self._site.store is not None:
+                generations.tell_kept()
             self._log(why, members)
         generations.newcomers.watch(wanted=rank == 0)
 
