@@ -25,7 +25,7 @@ def draw(count: int, seed: int) -> tuple[Tensor, Tensor]:
     return patterns[classes] + 2 * torch.randn(count, 64, generator=generator), classes
 
 
-def train(job: phalanx.Elastic, steps: int = 200, crash: int = -1, pause: float = 0.0) -> float:
+def train(job: phalanx.Elastic, steps: int = 500, crash: int = -1, pause: float = 0.0) -> float:
     """Train; return the share of new pictures that are put into the right class."""
     pictures, classes = draw(2000, seed=0)
     net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -43,18 +43,16 @@ def train(job: phalanx.Elastic, steps: int = 200, crash: int = -1, pause: float 
                 os.kill(os.getpid(), signal.SIGKILL)
             optimizer.step()
         if step.done and step.number % 50 == 0:  # if it is not done, it comes again
-            job.backend.print(
-                f"step {step.number}: loss {loss:.3f}, {job.backend.world_size} ranks"
-            )
+            ranks = job.backend.world_size
+            job.backend.print(f"step {step.number}: loss {loss:.3f}, {ranks} ranks")
         time.sleep(pause)
     pictures, classes = draw(2000, seed=1)
-    right: Tensor = net(pictures).argmax(dim=1) == classes
-    return right.float().mean().item()
+    return float((net(pictures).argmax(dim=1) == classes).float().mean())
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--crash", type=int, default=-1, help="rank 1 is killed in this step, once")
     parser.add_argument("--pause", type=float, default=0.02, help="seconds after each step")
     logging.basicConfig(format="%(message)s", level=logging.INFO)  # a line for each generation
