@@ -16,13 +16,14 @@ import torch
 import phalanx
 from phalanx import Backend
 
-MOST = 127
+MOST = 129
 PACKAGES = [
     "aggregation",
     "backends",
     "checkpoint",
     "collectives",
     "compression",
+    "elastic",
     "errors",
     "fsdp",
     "optim",
@@ -40,7 +41,7 @@ IN_TRAINING_SCRIPTS = set(
     DeviceMesh SyncBatchNorm GradScaler LocalSGD DiLoCo clip_grad_norm_ ShardedOptimizer
     save_checkpoint load_checkpoint load_pretrained latest_checkpoint
     GradientAggregator LocalAggregator AllReduceAggregator CompressedAggregator ParameterServer
-    distributed_train_step train_epoch Notice
+    distributed_train_step train_epoch Notice Elastic
     TopK TopKCompressor PowerSGD Quantized ErrorFeedback
     CompressedGradient compress_gradients decompress_gradients
     """.split()  # noqa: SIM905 - a line for each kind

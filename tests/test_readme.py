@@ -119,7 +119,7 @@ def test_every_diff_in_a_document_is_run() -> None:
     assert sorted(all_blocks("diff")) == sorted([*DIFFS, *elsewhere])
 
 
-@pytest.mark.parametrize("diff", DIFFS, ids=["to DDP", "to FSDP"])
+@pytest.mark.parametrize("diff", DIFFS, ids=["to DDP", "to Elastic", "to FSDP"])
 def test_a_diff_in_a_document_trains_before_and_after(
     diff: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

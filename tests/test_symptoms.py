@@ -340,6 +340,12 @@ def save(backend: Backend) -> None:
     phalanx.save_checkpoint("runs", model=model, step=1, backend=backend, timeout=0.4)
 
 
+def too_few(backend: Backend) -> None:
+    job = phalanx.Elastic(backend, min_ranks=3, max_ranks=3)
+    job.keep(model=phalanx.DDP(nn.Linear(3, 1), job.backend))
+    next(job.steps(1))
+
+
 def load(backend: Backend, features: int = 3) -> None:
     model = phalanx.DDP(nn.Linear(features, 1), backend)
     before = model.module.weight.clone()
@@ -434,6 +440,7 @@ PROVOKED: Mapping[str, tuple[Callable[[], Said], ...]] = MappingProxyType(
             lambda: turned_away("another token of the tests", 2),
             short_token,
         ),
+        "MembershipError": (lambda: simulated(too_few),),
         "BackendUnavailableError": (
             lambda: raised(lambda: phalanx.init("nope")),
             lambda: raised(lambda: phalanx.UccBackend(0, 1, "127.0.0.1:1")),
