@@ -40,7 +40,7 @@ log = logging.getLogger("phalanx")
 LOSS = PeerLostError, CollectiveTimeoutError
 _LONG = 2.0  # seconds: after a longer block, a notice is obeyed without another one
 # What the ranks tell each other in a vote: how many ...
-_NOTICED, _LEAVING, _COMING = 1, 1 << 20, 1 << 40
+_NOTICED, _LEAVING, _COMING, _UNCUTTABLE = 1, 1 << 20, 1 << 40, 1 << 42
 
 
 class Generation(NamedTuple):
@@ -371,6 +371,7 @@ class Elastic:
         self._leaves |= self._notice is not None and self._notice.told
         now = self._leaves and self._may_leave()
         self._flags[0] = _NOTICED * self._leaves + _LEAVING * now + _COMING * newcomers
+        self._flags[0] += _UNCUTTABLE * bool(self._kept.uncuttable)
         all_reduce_(self._flags, self.backend, label=label)
         self._leaves_now = now
         return int(self._flags[0])
@@ -393,6 +394,13 @@ class Elastic:
         return bounds.size(size + len(living)) > size
 
     def _after_vote(self, told: int) -> None:
+        if told >= _UNCUTTABLE:
+            self.backend.inner.close()  # the others have had the vote then
+            what = self._kept.uncuttable or "what an optimizer of another rank keeps"
+            self._refuse(
+                f"{what} belongs to this rank's shard, and cannot be cut anew for other ranks: "
+                "take DDP, a ShardedOptimizer, or another optimizer"
+            )
         size = self.backend.world_size
         noticed, leaving = told % _LEAVING, told % _COMING // _LEAVING
         if noticed == size:
