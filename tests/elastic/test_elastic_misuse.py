@@ -25,11 +25,11 @@ from phalanx import (
     MisuseError,
     Pipeline,
     PipelineParallelConfig,
-    ShardedOptimizer,
     ShardingStrategy,
     UnsupportedOperationError,
 )
 from phalanx.collectives import all_reduce_
+from phalanx.elastic.membership import Decision
 from phalanx.elastic.stores import JobStore
 
 STEPS = 3
@@ -228,16 +228,14 @@ def test_a_job_keeps_a_model() -> None:
 
 def test_all_is_kept_before_the_steps_of_which_there_is_one_loop() -> None:
     def train(backend: Backend) -> None:
-        job, _, step = a_job(backend)
+        job, _, _ = a_job(backend)
+        next(job.steps(2))
+        with pytest.raises(MisuseError, match=r"keep\(\) after steps\(\) has begun"):
+            job.keep(late=nn.Linear(1, 1))
+        with pytest.raises(MisuseError, match=r"keep\(\) after steps\(\) has begun"):
+            job.sampler(4, batch_size=2)
         with pytest.raises(MisuseError, match=r"steps\(\) a second time"):
-            for each in job.steps(2):
-                with pytest.raises(MisuseError, match=r"keep\(\) after steps\(\) has begun"):
-                    job.keep(late=nn.Linear(1, 1))
-                with pytest.raises(MisuseError, match=r"keep\(\) after steps\(\) has begun"):
-                    job.sampler(4, batch_size=2)
-                with each:
-                    step()
-                next(job.steps(2))
+            next(job.steps(2))
 
     in_one(train)
 
@@ -437,8 +435,7 @@ def test_another_release_is_another_script(monkeypatch: pytest.MonkeyPatch) -> N
         with monkeypatch.context() as patched:
             patched.setattr(phalanx, "__version__", f"{release}-{backend.rank}")
             job, _, step = a_job(backend)
-            loop = job.steps(STEPS)
-            next(loop)
+            steps(job, step)
 
     with pytest.raises(DesyncError, match=f"it has phalanx {release}-1, and they have phalanx"):
         phalanx.simulate(train, 2)
@@ -448,7 +445,7 @@ def test_a_process_with_another_token_is_no_part_of_the_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = MemoryStore()
-    JobStore(store, "job", TOKEN.encode()).write_note("kept", "something")
+    JobStore(store, "job", TOKEN.encode()).propose(Decision(1, ("other",), "127.0.0.1:1"))
     monkeypatch.setenv("PHALANX_JOB", "job")
     monkeypatch.setenv("PHALANX_TOKEN", "quite another token of many letters")
     before = dict(store.values)
@@ -456,7 +453,7 @@ def test_a_process_with_another_token_is_no_part_of_the_job(
     job.keep(model=nn.Linear(1, 1))
     with pytest.raises(AuthenticationError, match="not sealed with this process's token"):
         next(job.steps(1))
-    assert all(store.values[key] == value for key, value in before.items())
+    assert store.values == before
 
 
 # ------------------------------------------------------------------------------
