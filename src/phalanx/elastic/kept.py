@@ -89,11 +89,13 @@ class Buffer:
 class Kept:
     """The kept objects of one rank.
 
-    version   of the state as it is now; None in the middle of a step
+    version      of the state as it is now; None in the middle of a step
+    uncuttable   what an optimizer keeps for the shard that it was made for, in words; or ""
     """
 
     def __init__(self, backend: ReplaceableBackend) -> None:
         self.version: int | None = 0
+        self.uncuttable = ""
         self._backend = backend
         self._modules: dict[str, nn.Module] = {}
         self._optimizers: dict[str, Optimizer] = {}
@@ -268,6 +270,7 @@ class Kept:
         same = known is not None and len(known[0]) == len(tensors) and not own
         if known is None or not same or any(a is not b for a, b in zip(known[0], tensors)):  # noqa: B905
             made = self.holding()
+            self.uncuttable = self._find_uncuttable(made)
             known = tensors, part_of(made, self._backend.world_size, self._replicated(made))
             self._part = known
         self._put_noted(known[1].parts)
@@ -328,15 +331,8 @@ class Kept:
 
     def _replicated(self, made: Holding) -> set[str]:
         """Return the names of tensors that all ranks hold whole, with the same values."""
-        model, wrappers = model_state(self.model), self.wrappers
-        cut = {
-            id(parameter)
-            for wrapper in wrappers
-            if wrapper.all_slices()[1] is not None
-            for parameter in wrapper.parameters()
-        }
-        names = {name for name, each in model.parameters.items() if id(each.tensor) not in cut}
-        apart = any(wrapper.optimizers_apart for wrapper in wrappers)
+        names = model_state(self.model).parameters.keys() - self._cut()
+        apart = any(wrapper.optimizers_apart for wrapper in self.wrappers)
         for optimizer, part in zip(self.optimizers, made.parts, strict=False):
             if (
                 part.optimizer is not None
@@ -347,6 +343,31 @@ class Kept:
                     records = part.optimizer.state[name].values()
                     names = names | {record.tensor for record in records if record.tensor}
         return names
+
+    def _find_uncuttable(self, made: Holding) -> str:
+        """Return what belongs to a shard of another number of ranks as little as to a checkpoint's:
+        such as the history of L-BFGS. A `ShardedOptimizer` has whole parameters.
+        """
+        cut = self._cut()
+        for optimizer, part in zip(self.optimizers, made.parts, strict=False):
+            if part.optimizer is None or isinstance(optimizer, ShardedOptimizer):
+                continue
+            for name, state in part.optimizer.state.items():
+                own = [key for key, record in state.items() if record.own]
+                if own and name in cut:
+                    return f"{type(optimizer).__name__}'s {own[0]} of {name}"
+        return ""
+
+    def _cut(self) -> set[str]:
+        """Return the names of parameters of which each rank has a shard."""
+        cut = {
+            id(parameter)
+            for wrapper in self.wrappers
+            if wrapper.all_slices()[1] is not None
+            for parameter in wrapper.parameters()
+        }
+        parameters = model_state(self.model).parameters
+        return {name for name, each in parameters.items() if id(each.tensor) in cut}
 
     def _check_module(self, name: str, module: nn.Module) -> None:
         for at, each in module.named_modules():
