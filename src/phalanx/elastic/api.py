@@ -436,7 +436,7 @@ class Elastic:
                 if error.peer is not None and error.peer >= len(decision.survivors):
                     generations.newcomers.did_not_come(decision.members[error.peer])
                 continue
-            seconds["decided"] = decided - began - seconds["met"] - seconds["moved"]
+            seconds["decided"] = decided - began
             break
         return self._entered(decision, why, seconds, before, began, members)
 
