@@ -87,6 +87,10 @@ class Newcomers:
             and now >= self._penalties.get(entry.process, (0.0, 0.0))[1]
         )
 
+    def joined(self, members: Sequence[str]) -> None:
+        """Take these for newcomers no more: if they die soon, their entries are still fresh."""
+        self._seen = {name: seen for name, seen in self._seen.items() if name not in members}
+
     def did_not_come(self, process: str) -> None:
         """Let it wait twice as long as before."""
         first, most = _PENALTIES
@@ -216,6 +220,7 @@ class Generations:
         """Take the decision as known; return it if it has this process and is the newest."""
         decision = action.decision
         self.number, self.members = decision.generation, decision.members
+        self.newcomers.joined(decision.members)
         self._reports, self._unread = {}, range(len(self.members))
         newer = self._store.decision(decision.generation + 1)
         if isinstance(action, StandBy) or newer is not None:
