@@ -238,7 +238,7 @@ BETWEEN_PARTS = set(
     check_rank check_peer check_movable
     attach deal other_parts before_step after_step after_skip passes answer begin_answers end_join
     leaves communicating needs means named_parameters named_buffers slices all_slices writing
-    own_state load_own_state regrouped
+    own_state load_own_state regrouped check_regroupable between_syncs
     """.split()  # noqa: SIM905 - a line for each kind
 )
 EXAMPLES = [

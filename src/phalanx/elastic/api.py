@@ -37,25 +37,9 @@ _NOTICED, _LEAVING, _COMING, _UNCUTTABLE = 1, 1 << 20, 1 << 40, 1 << 42
 class Elastic:
     """A job whose ranks die, leave and arrive, in the place of `init()`. Returns at once.
 
-        job = phalanx.Elastic(min_ranks=2)
-        model = phalanx.DDP(Model(), job.backend)
-        optimizer = torch.optim.AdamW(model.parameters())
-        batches = job.loader(dataset, batch_size=256)
-        job.keep(model=model, optimizer=optimizer)
-        for step in job.steps(10_000):
-            with step:                                      # counts on all ranks, or on none
-                inputs, targets = batches.take()
-                loss = criterion(model(inputs), targets)
-                optimizer.zero_grad()
-                (loss * step.weight).backward()
-                optimizer.step()
-            if step.done:                                   # else the same step comes again
-                job.backend.print(step.number, loss.item())
-
     When a rank is lost, the others keep their processes, form the next *generation* of the group,
     and go on. What it begins with is, bit for bit, what a checkpoint saved after the last step that
-    counts would give when loaded on its ranks; it comes out of their memories. `docs/elastic.md`
-    has the protocol, its costs, and recipes.
+    counts would give when loaded on its ranks; it comes out of their memories.
 
     backend     "tcp", "shm", "hybrid", or "auto": memory inside a host, TCP between. Under
                 `phalanx.simulate` the backend that the function is given
@@ -74,7 +58,24 @@ class Elastic:
                 `get`, `set`, `check` and `compare_set`; by default PHALANX_STORE. Processes that
                 nobody has started as a job train alone
 
-    # In a block
+    # Use
+
+        job = phalanx.Elastic(min_ranks=2)
+        model = phalanx.DDP(Model(), job.backend)
+        optimizer = torch.optim.AdamW(model.parameters())
+        batches = job.loader(dataset, batch_size=256)
+        job.keep(model=model, optimizer=optimizer)
+        for step in job.steps(10_000):
+            with step:                                      # counts on all ranks, or on none
+                inputs, targets = batches.take()
+                loss = criterion(model(inputs), targets)
+                optimizer.zero_grad()
+                (loss * step.weight).backward()
+                optimizer.step()
+            if step.done:                                   # else the same step comes again
+                job.backend.print(step.number, loss.item())
+
+    # Notes
     All that the ranks send each other belongs into a block; so does all that changes what is kept.
     An exception of the block ends the job on this rank alone, and the others go on without it.
 
@@ -257,9 +258,8 @@ class Elastic:
                 f"Elastic: no number of ranks from {self._min} to {self._max} is a multiple of "
                 f"{bounds.multiple}, as FSDP's strategy needs"
             )
-        lines = [*kept.lines(), f"steps: {total}", f"seed: {self._seed}"]
-        lines += [f"copy_every: {self._copy_every}"]
-        lines += [f"checkpoints: {self._checkpoints.folder is not None}"]
+        lines = [f"steps: {total}", f"seed: {self._seed}", f"copy_every: {self._copy_every}"]
+        lines += [f"checkpoints: {self._checkpoints.folder is not None}", *kept.lines()]
         self._generations = Generations(
             self._site, bounds, lines, self._is_told, wait=self._wait, timeout=self._timeout
         )

@@ -19,15 +19,14 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import phalanx
 from phalanx.checkpoint.manifest import Json, to_json
-from phalanx.checkpoint.save_plan import RankDescription
+from phalanx.checkpoint.save_plan import RankDescription, installed_version
 from phalanx.checkpoint.state import model_state, wrappers_of
 from phalanx.core.backend import Backend
 from phalanx.core.replaceable import ReplaceableBackend
 from phalanx.elastic.batches import Batches
 from phalanx.elastic.moves import Holding, holding
-from phalanx.elastic.versions import Part, part_of
+from phalanx.elastic.versions import KeptPart, part_of
 from phalanx.errors import MisuseError, UnsupportedOperationError
 from phalanx.fsdp import FSDP
 from phalanx.optim import ShardedOptimizer
@@ -106,7 +105,7 @@ class Kept:
         self._noted: tuple[Json, list[Json]] | None = None
         self._begun_at: int | None = None  # the version of the block's start
         self._stepped_at = -1  # collectives that were over then; -1: no optimizer has stepped
-        self._part: tuple[list[object], Part] | None = None
+        self._part: tuple[list[object], KeptPart] | None = None
 
     # What is kept -----------------------------------------------------------------------------
 
@@ -143,7 +142,7 @@ class Kept:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The kept optimizers."""
+        """The kept optimizers, in the order in which they came."""
         return list(self._optimizers.values())
 
     @property
@@ -163,7 +162,7 @@ class Kept:
 
     def lines(self) -> list[str]:
         """Return what has to be the same on all ranks, before the first generation."""
-        model, lines = self.model, [f"phalanx {phalanx.__version__}"]
+        model, lines = self.model, [f"phalanx {installed_version()}"]
         for name, wrapper in wrappers_of(model).items():
             strategy = getattr(wrapper, "strategy", "")
             lines.append(f"wrapper {name}: {type(wrapper).__name__} {strategy}".rstrip())
@@ -260,7 +259,7 @@ class Kept:
         moved = rank != 0 and any(each.counts and each.has_moved() for each in self._buffers)
         return not (self._is_spread or moved)
 
-    def part(self) -> Part:
+    def part(self) -> KeptPart:
         """Return what this rank writes of the state into a version."""
         tensors: list[object] = [*self.model.buffers()]
         for optimizer in self.optimizers:
