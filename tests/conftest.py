@@ -9,7 +9,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent / "checkpoint"))
 sys.path.insert(0, str(Path(__file__).parent))  # so that any test may import `clusters`
 
 from checkered import split
-from forms import LONG, QUICK, examples, quick
+from forms import LONG, QUICK, examples, is_slow, quick
 from together import Together
 
 if TYPE_CHECKING:
@@ -46,6 +46,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "requires(what): only clusters that do not lack this")
     config.addinivalue_line("markers", "together: on all clusters at a time: it mostly waits")
     config.addinivalue_line("markers", "checkered: some of the combinations of its parameters")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """The quick form does not even import the files that it leaves out."""
+    return True if QUICK and is_slow(collection_path.name) else None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -111,6 +116,14 @@ def asking_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     from clusters import Cluster
 
     monkeypatch.setattr(Cluster, "ask_every", 0.1)
+
+
+@pytest.fixture
+def thresholds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets from which sizes on collectives in shared memory go which way, during a test."""
+    from phalanx.collectives.shm import plan
+
+    return lambda **sizes: monkeypatch.setattr(plan, "THRESHOLDS", plan.Thresholds(**sizes))
 
 
 @pytest.fixture

@@ -7,7 +7,9 @@ that needs it, and says why in its message. So growth is a decision.
 from __future__ import annotations
 
 import ast
+import gc
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -79,6 +81,16 @@ LONGEST_BODY = 45  # lines of a function, without signature and docstring
 OVER_40 = 4  # functions that have more than 40
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _trees_are_let_go() -> Iterator[None]:
+    """They have no cycles, and so many nodes that the garbage collector would take a second."""
+    gc.disable()
+    yield
+    nodes.cache_clear()
+    trees.cache_clear()
+    gc.enable()
+
+
 def module_of(path: Path) -> str:
     """Such as `phalanx.core.engine` or `phalanx.core.__init__`."""
     return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
@@ -93,15 +105,16 @@ def trees() -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text()) for path in FILES}
 
 
-def imports_of(tree: ast.Module, *, for_types: bool = True) -> set[str]:
-    """The modules of the package that a file imports, anywhere in it."""
+@cache
+def nodes() -> dict[Path, list[ast.AST]]:
+    """Of each file, every node of its tree."""
+    return {path: list(ast.walk(tree)) for path, tree in trees().items()}
+
+
+def imports_of(found: Iterable[ast.AST]) -> set[str]:
+    """The modules of the package that these nodes of a file import."""
     names: set[str] = set()
-    skipped = (
-        set() if for_types else {each for only in typing_only(tree) for each in ast.walk(only)}
-    )
-    for node in ast.walk(tree):
-        if node in skipped:
-            continue
+    for node in found:
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -113,17 +126,20 @@ def imports_of(tree: ast.Module, *, for_types: bool = True) -> set[str]:
     return {found for name in names for found in (name, f"{name}.__init__") if found in MODULES}
 
 
-def typing_only(tree: ast.Module) -> list[ast.If]:
-    """The blocks that only a type checker reads."""
-    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
-    return [each for each in blocks if getattr(each.test, "id", "") == "TYPE_CHECKING"]
+def without_typing(found: Sequence[ast.AST]) -> Iterator[ast.AST]:
+    """Those outside of the blocks that only a type checker reads."""
+    blocks = [node for node in found if isinstance(node, ast.If)]
+    only = [each for each in blocks if getattr(each.test, "id", "") == "TYPE_CHECKING"]
+    skipped = {node for block in only for node in ast.walk(block)}
+    return (node for node in found if node not in skipped)
 
 
 @cache
 def imports() -> dict[str, set[str]]:
-    return {module_of(path): imports_of(tree) for path, tree in trees().items()}
+    return {module_of(path): imports_of(found) for path, found in nodes().items()}
 
 
+@cache
 def part_of(module: str) -> str:
     """The part of the package that a module is in: the longest one that `LAYERS` names."""
     name = module.removeprefix("phalanx.")
@@ -148,15 +164,12 @@ def test_imports_point_down() -> None:
 
 def test_no_import_goes_in_a_circle() -> None:
     """Types of one package may refer to each other."""
-    real = {
-        module: {
-            other
-            for other in imports_of(tree)
-            if other.rpartition(".")[0] != module.rpartition(".")[0]
-            or other in imports_of(tree, for_types=False)
-        }
-        for module, tree in ((module_of(path), tree) for path, tree in trees().items())
-    }
+    real = {}
+    for path, found in nodes().items():
+        module = module_of(path)
+        package, running = module.rpartition(".")[0], imports_of(without_typing(found))
+        others = (each for each in imports()[module] if each.rpartition(".")[0] != package)
+        real[module] = running.union(others)
     try:
         TopologicalSorter(real).prepare()
     except CycleError as error:
@@ -165,8 +178,8 @@ def test_no_import_goes_in_a_circle() -> None:
 
 def test_no_two_classes_have_one_name() -> None:
     modules = defaultdict(list)
-    for path, tree in trees().items():
-        for node in ast.walk(tree):
+    for path, found in nodes().items():
+        for node in found:
             if isinstance(node, ast.ClassDef):
                 modules[node.name].append(module_of(path))
     assert {name: where for name, where in modules.items() if len(where) > 1} == {}
@@ -175,7 +188,7 @@ def test_no_two_classes_have_one_name() -> None:
 def test_there_is_no_module_level_mutable_state() -> None:
     """Many ranks live in one process: a table may be global, something that changes may not."""
     for path, tree in trees().items():
-        assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Global)], path
+        assert not [node.lineno for node in nodes()[path] if isinstance(node, ast.Global)], path
         for node in tree.body:
             value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
             names = [t.id for t in getattr(node, "targets", []) if isinstance(t, ast.Name)]
@@ -189,8 +202,8 @@ def test_there_is_no_module_level_mutable_state() -> None:
 def test_no_pickle_outside_of_spawn() -> None:
     importing = {
         path.name
-        for path, tree in trees().items()
-        for node in ast.walk(tree)
+        for path, found in nodes().items()
+        for node in found
         if isinstance(node, ast.Import) and "pickle" in [alias.name for alias in node.names]
     }
     assert importing <= {"spawn.py", "worker.py", "report.py"}
@@ -222,8 +235,8 @@ def test_no_package_is_larger_than_its_budget() -> None:
 def lines_of_bodies() -> dict[str, int]:
     """Of each function of the package."""
     found = {}
-    for path, tree in trees().items():
-        for node in ast.walk(tree):
+    for path, those in nodes().items():
+        for node in those:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 body = node.body[1:] if ast.get_docstring(node) is not None else node.body
                 lines = node.end_lineno - body[0].lineno + 1 if body else 0
@@ -243,8 +256,8 @@ def test_no_docstring_says_less_than_five_words() -> None:
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     short = [
         f"{path.relative_to(PACKAGE)}: {text!r}"
-        for path, tree in trees().items()
-        for node in ast.walk(tree)
+        for path, found in nodes().items()
+        for node in found
         if isinstance(node, kinds) and (text := ast.get_docstring(node)) is not None
         if len(text.split()) < 5
     ]

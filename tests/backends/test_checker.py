@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from raw_peer import rank_0_and_a_raw_peer
 
 import phalanx
-from phalanx import DesyncError, SimulatedBackend
+from phalanx import CollectiveTimeoutError, DesyncError, SimulatedBackend
 from phalanx.core.checker import KEPT
+from phalanx.wire.control import Ask, encode
+from phalanx.wire.frame import Kind
 
 ONES = torch.ones(2)
 BOTH = (
@@ -52,3 +55,19 @@ def test_calls_that_a_broken_group_refuses_are_not_remembered() -> None:
         with pytest.raises(phalanx.PeerLostError, match="the group is broken"):
             phalanx.async_all_reduce(ONES, first)
     assert not first.group.checker.calls
+
+
+def test_a_rank_whose_group_is_broken_asks_no_other_what_it_has_done() -> None:
+    """A member says that it has come to the last collective on another way: it does not matter."""
+    with rank_0_and_a_raw_peer() as (backend, peer):
+        with pytest.raises(CollectiveTimeoutError):
+            phalanx.all_reduce(ONES, backend, timeout=0.05)
+        call = backend.group.checker.calls[-1]
+        ask = Ask(call.sequence, call.fingerprint, "all_reduce", 0, call.rolling_hash ^ 1)
+        peer.send_control(Kind.ASK, encode(ask))
+        peer.send_control(Kind.ASK, encode(Ask(-1, 0, "", query=1)))
+        kinds: list[Kind] = []
+        while Kind.ANSWER not in kinds:
+            kinds.append(peer.read_frame()[0].channel.kind)
+    assert Kind.FAILURE in kinds
+    assert Kind.ASK not in kinds[kinds.index(Kind.FAILURE) :]

@@ -6,7 +6,6 @@ import itertools
 import signal
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from forms import LONG
 
 import phalanx
 from phalanx import Backend, DistributedError, PeerLostError, SimulatedBackend, simulate
-from phalanx.core.work import Work
+from phalanx.core.steps import Round
 
 threads = pytest.mark.parametrize(
     "threads",
@@ -68,6 +67,44 @@ def interrupted_while_waiting(backend: Backend) -> Iterator[None]:
         signal.signal(signal.SIGUSR1, before)
 
 
+RELEASING = ("turn", "_turn")  # functions that release the lock while they wait
+
+
+class InterruptAt:
+    """A profiler that raises KeyboardInterrupt at the `number`-th moment at which a signal can.
+
+    Python looks for signals when a function begins, and when one of C has returned. Only functions
+    of Phalanx count, in this thread; not those that wait with the lock released, where a signal
+    between the two is as little safe as in `threading.Condition`. With `where`, a module and a
+    function, only moments there count.
+    """
+
+    def __init__(self, number: int, where: str = "") -> None:
+        self.left, self.where = number, where
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> None:
+        module = frame.f_globals.get("__name__") or ""
+        name = frame.f_code.co_name
+        inside = module.startswith("phalanx.") and name not in RELEASING
+        if inside and f".{module}.{name}".endswith(self.where) and event in ("call", "c_return"):
+            self.left -= 1
+            if self.left == 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+
+@contextmanager
+def interrupted_at(number: int, where: str) -> Iterator[None]:
+    """The call within is interrupted at that moment; that is expected."""
+    before = sys.getprofile()
+    sys.setprofile(InterruptAt(number, f".{where}"))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        sys.setprofile(before)
+
+
 @threads
 def test_an_interrupted_receive_breaks_nothing_and_loses_nothing(threads: Threads) -> None:
     with two_ranks(threads) as (mine, other):
@@ -80,40 +117,27 @@ def test_an_interrupted_receive_breaks_nothing_and_loses_nothing(threads: Thread
         assert into == b"late"
 
 
-def test_an_interrupt_just_before_a_collective_begins_leaves_no_trace(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def interrupted(now: float) -> None:
-        raise KeyboardInterrupt
-
+def test_an_interrupt_just_before_a_collective_begins_leaves_no_trace() -> None:
     def run(backend: Backend) -> float:
         if backend.rank == 1:
-            with monkeypatch.context() as patched:
-                patched.setattr(backend.engine.transport, "glance", interrupted)
-                with pytest.raises(KeyboardInterrupt):
-                    phalanx.all_reduce(torch.ones(3), backend)
+            with interrupted_at(1, "transport.glance"):
+                phalanx.all_reduce(torch.ones(3), backend)
         return phalanx.all_reduce(torch.ones(1), backend).item()
 
     assert simulate(run, 2) == [2.0, 2.0]
 
 
+@pytest.mark.parametrize("moment", [1, 2], ids=["before it is queued", "when it is queued"])
 @pytest.mark.parametrize(
     "call", [phalanx.all_reduce, phalanx.async_all_reduce], ids=["blocking", "async"]
 )
 def test_an_interrupt_while_a_collective_begins_breaks_the_group(
-    monkeypatch: pytest.MonkeyPatch, call: Callable[..., object]
+    call: Callable[..., object], moment: int
 ) -> None:
     """It has its number, so the others wait for this rank's part."""
-
-    class Interrupted(deque[object]):
-        def append(self, work: object) -> None:
-            raise KeyboardInterrupt
-
     first, second = SimulatedBackend.create_group(2)
-    monkeypatch.setattr(first.group, "_queue", Interrupted())
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted_at(moment, "group.issue"):
         call(torch.ones(3), first)
-    monkeypatch.undo()
     for backend in (first, second):
         with pytest.raises(
             PeerLostError, match=r"all_reduce #0 .*interrupted by KeyboardInterrupt"
@@ -121,24 +145,12 @@ def test_an_interrupt_while_a_collective_begins_breaks_the_group(
             backend.barrier()
 
 
-def test_an_interrupt_at_the_end_of_a_collective_leaves_nothing_queued(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_interrupt_at_the_end_of_a_collective_leaves_nothing_queued() -> None:
     """What is queued behind it would never begin."""
     with SimulatedBackend.create_group(1)[0] as backend:
-        work_ended, came = backend.group.work_ended, iter([True])
-
-        def interrupted_once(work: Work) -> None:
-            if next(came, False):
-                raise KeyboardInterrupt
-            work_ended(work)
-
-        monkeypatch.setattr(backend.group, "work_ended", interrupted_once)
-        queued = lambda call, steps, spin: steps  # noqa: E731 - or nothing would be
-        monkeypatch.setattr(backend.group, "run_inline", queued)
-        with pytest.raises(KeyboardInterrupt):
-            phalanx.async_all_reduce(torch.ones(3), backend)
-        assert phalanx.async_all_reduce(torch.ones(3), backend).done()
+        with interrupted_at(1, "group.work_ended"):
+            backend.issue("one with a round", [Round((), ())])
+        assert backend.issue("another one", [Round((), ())]).done()
 
 
 @threads
@@ -155,30 +167,6 @@ def test_an_interrupted_collective_breaks_the_group_and_the_others_are_told_why(
         assert "interrupted by KeyboardInterrupt" in str(told)
         with pytest.raises(PeerLostError, match=r"broken.*interrupted by KeyboardInterrupt"):
             mine.barrier()
-
-
-RELEASING = ("turn", "_turn")  # functions that release the lock while they wait
-
-
-class InterruptAt:
-    """A profiler that raises KeyboardInterrupt at the `number`-th moment at which a signal can.
-
-    Python looks for signals when a function begins, and when one of C has returned. Only functions
-    of Phalanx count, in this thread; not those that wait with the lock released, where a signal
-    between the two is as little safe as in `threading.Condition`.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.left = number
-
-    def __call__(self, frame: FrameType, event: str, arg: object) -> None:
-        module = frame.f_globals.get("__name__") or ""
-        inside = module.startswith("phalanx.") and frame.f_code.co_name not in RELEASING
-        if inside and event in ("call", "c_return"):
-            self.left -= 1
-            if self.left == 0:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
 
 
 # One that comes while Python frees a generator is swallowed by Python, which warns.

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from loop_library import Looped, Part
+from loop_library import Looped
 
 import phalanx
 from phalanx import (
@@ -104,12 +104,12 @@ def test_the_one_that_left_is_named_rather_than_what_the_library_says() -> None:
 
 @pytest.mark.parametrize("waits_before", [0, 1])
 def test_an_interrupt_while_the_library_is_waited_for_breaks_the_group(
-    monkeypatch: pytest.MonkeyPatch, waits_before: int
+    waits_before: int,
 ) -> None:
     """In the call itself, or (1) in the work that goes on with what is not over soon."""
     waits = iter(range(waits_before))
 
-    def interrupted(part: Part, seconds: float) -> bool:
+    def interrupted() -> bool:
         if next(waits, None) is None:
             raise KeyboardInterrupt
         return False
@@ -121,10 +121,9 @@ def test_an_interrupt_while_the_library_is_waited_for_breaks_the_group(
             with pytest.raises(phalanx.PeerLostError, match="interrupted by KeyboardInterrupt"):
                 backend.recv(bytearray(1), 0)
             return
-        with monkeypatch.context() as patched:
-            patched.setattr(Part, "wait", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                phalanx.all_reduce(torch.ones(1), backend)
+        cluster.libraries[0].loop.at_wait = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            phalanx.all_reduce(torch.ones(1), backend)
         assert cluster.libraries[0].loop.broken, "the library leaves the tensor alone"
         with pytest.raises(phalanx.PeerLostError, match=r"the group is broken: .*was given up"):
             backend.barrier()
@@ -132,9 +131,7 @@ def test_an_interrupt_while_the_library_is_waited_for_breaks_the_group(
     cluster.run(run, 2)
 
 
-def test_a_collective_whose_group_breaks_in_its_first_moment_is_taken_from_the_library(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_collective_whose_group_breaks_in_its_first_moment_is_taken_from_the_library() -> None:
     cluster = Looped()
 
     def run(backend: Backend) -> None:
@@ -143,16 +140,13 @@ def test_a_collective_whose_group_breaks_in_its_first_moment_is_taken_from_the_l
                 backend.recv(bytearray(1), 0)
             return
 
-        def breaks(part: Part, seconds: float) -> bool:
+        def breaks() -> bool:
             backend.fail(PeerLostError("the disk is full", rank=0))
             return False
 
-        with monkeypatch.context() as patched:
-            patched.setattr(Part, "wait", breaks)
-            with pytest.raises(
-                PeerLostError, match=r"all_reduce #0 \(.*: the disk is full"
-            ) as info:
-                phalanx.all_reduce(torch.ones(1), backend)
+        cluster.libraries[0].loop.at_wait = breaks
+        with pytest.raises(PeerLostError, match=r"all_reduce #0 \(.*: the disk is full") as info:
+            phalanx.all_reduce(torch.ones(1), backend)
         assert "the group is broken" not in str(info.value), "it was not, when this one began"
         assert cluster.libraries[0].loop.broken, "the library leaves the tensor alone"
         with pytest.raises(PeerLostError, match="the group is broken: the disk is full"):

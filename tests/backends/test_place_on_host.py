@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,18 @@ import torch
 
 from phalanx import Backend, SimulatedBackend, simulate
 from phalanx.core.device import device_of
+
+
+@pytest.fixture
+def accelerators(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None, int], None]:
+    """Lets torch say that this host has so many accelerators of a kind."""
+
+    def let_it_have(kind: str | None, count: int) -> None:
+        accelerator = SimpleNamespace(type=kind) if kind else None
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+
+    return let_it_have
 
 
 def test_ranks_of_a_host_are_counted_and_groups_keep_the_jobs_numbers() -> None:
@@ -30,21 +43,29 @@ def test_ranks_of_a_host_are_counted_and_groups_keep_the_jobs_numbers() -> None:
     ],
 )
 def test_a_rank_has_the_accelerator_of_its_number_if_each_has_one(
-    monkeypatch: pytest.MonkeyPatch, kind: str | None, count: int, ranks: int, expected: str
+    accelerators: Callable[[str | None, int], None],
+    kind: str | None,
+    count: int,
+    ranks: int,
+    expected: str,
 ) -> None:
-    accelerator = SimpleNamespace(type=kind) if kind else None
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    accelerators(kind, count)
     assert str(device_of(1, ranks)) == expected
 
 
-def test_a_backend_asks_for_all_ranks_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.core.backend.device_of", lambda *given: given)
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [(2, ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]), (1, ["cuda:0", "cpu", "cpu", "cpu"])],
+)
+def test_a_backend_asks_for_all_ranks_of_its_host(
+    accelerators: Callable[[str | None, int], None], count: int, expected: list[str]
+) -> None:
+    """Of three ranks, two on one host; and a group of the last of them."""
+    accelerators("cuda", count)
     world = SimulatedBackend.create_group(3)
     for backend in world:
         backend.topology = (0, 1, 1)
-    assert [backend.device for backend in world] == [(0, 1), (0, 2), (1, 2)]
-    assert world[2].subgroup([2]).device == (1, 2)
+    assert [str(each.device) for each in (*world, world[2].subgroup([2]))] == expected
 
 
 def test_rank_0_prints(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from time import monotonic, sleep
 
 import pytest
 import torch
-from clusters import Cluster, SharedMemory
+from clusters import SharedMemory
 from waiting import wait_until
 
 import phalanx
 from phalanx import Backend
 from phalanx.core import backend as backend_module
-from phalanx.core.work import Work
+from phalanx.core.shared_group import SharedGroup
+from phalanx.core.steps import Step
 from phalanx.transport.tcp.transport import TcpTransport
 
 SELDOM = 6.0  # seconds between looks that are not asked for
@@ -23,7 +24,6 @@ ROUNDS = 3
 
 @pytest.fixture(autouse=True)
 def who_sleeps_is_not_woken_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Cluster, "ask_every", SELDOM)
     monkeypatch.setenv("PHALANX_HEARTBEAT", "60")
 
 
@@ -68,7 +68,7 @@ def test_a_thread_that_sleeps_for_a_message_is_woken_for_epochs_too(
     def run(backend: Backend) -> float:
         transport = backend.engine.transport
         assert isinstance(transport, TcpTransport)
-        transport.first_look = transport.expiry_check = SELDOM
+        transport.first_look = transport.expiry_check = backend.engine.ask_every = SELDOM
         into = torch.zeros(1)
         end = receive(backend, into) if backend.rank == 0 else lambda: None
         if backend.rank == 0:
@@ -91,19 +91,18 @@ def test_a_thread_that_sleeps_for_a_message_is_woken_for_epochs_too(
 def test_a_young_work_is_moved_by_who_waits_for_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The background thread is woken when it is issued, and looks at nobody's steps."""
     monkeypatch.setattr(backend_module, "PATIENCE", 1e6)
-    monkeypatch.setattr(Backend, "spares_a_processor", False)
     movers: set[str] = set()
-    advance = Work.advance
 
-    def seen(work: Work[object]) -> None:
-        movers.add(threading.current_thread().name)
-        advance(work)
+    def epochs(shared: SharedGroup) -> Iterator[Step]:
+        for number in range(4):
+            movers.add(threading.current_thread().name)
+            yield shared.epoch(first=number == 0)
 
     def run(backend: Backend) -> str:
-        monkeypatch.setattr(Work, "advance", seen)
+        backend.links = backend.links._replace(processors=1)  # so ranks have none to spare
+        assert backend.shared is not None
         for _ in range(200):
-            phalanx.async_all_reduce(torch.ones(1 << 16), backend).wait()
+            backend.issue("epochs", epochs(backend.shared), background=True).wait()
         return threading.current_thread().name
 
-    assert movers <= set(SharedMemory().run(run, 2))
-    assert movers
+    assert movers == set(SharedMemory().run(run, 2))

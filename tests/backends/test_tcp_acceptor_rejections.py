@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import socket
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 from clusters import TOKEN
@@ -25,21 +25,27 @@ from phalanx.wire.frame import Channel, Kind, pack_header
 from phalanx.wire.handshake import DialerHandshake, Identity, Refused
 
 
-def pending(address: str, identity: Identity, *, token: str = TOKEN, target: int = 0) -> str:
+def pending(address: str, identity: Identity, **options: Any) -> str:
     """Call as somebody, and hang up; what this caller is told."""
-    sock, told = stay(address, identity, token=token, target=target)
+    sock, told = stay(address, identity, **options)
     sock.close()
     return told
 
 
 def stay(
-    address: str, identity: Identity, *, token: str = TOKEN, target: int = 0
+    address: str,
+    identity: Identity,
+    *,
+    token: str = TOKEN,
+    target: int = 0,
+    version: int = handshake.PROTOCOL_VERSION,
 ) -> tuple[socket.socket, str]:
     """Call as somebody; the connection, and what this caller is told."""
     host, _, port = address.rpartition(":")
     call_site = DialerHandshake(identity, token.encode(), target)
     sock = socket.create_connection((host, int(port)), timeout=20)
-    words = call_site.start()
+    words, begin = call_site.start(), handshake._HEAD.size
+    words = words[:begin] + version.to_bytes(2, "little") + words[begin + 2 :]
     try:
         while not call_site.complete:
             sock.sendall(words)
@@ -65,27 +71,16 @@ BAD = {
     "token": (RIGHT, "do not hold the same token"),
     "target": (RIGHT, "reached rank 0 where rank 1 should be"),
 }
-
-
-@pytest.fixture
-def another_version(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Makes a `DialerHandshake` that starts now one of a later version."""
-    real = DialerHandshake.start
-
-    def start_of_version_9(self: DialerHandshake) -> bytes:
-        hello = real(self)
-        size = len(handshake._HEAD.pack(b"", 0, 0))
-        return hello[:size] + b"\x09\x00" + hello[size + 2 :]
-
-    return lambda kind: monkeypatch.setattr(
-        DialerHandshake, "start", start_of_version_9 if kind == "version" else real
-    )
+OPTIONS: dict[str, dict[str, Any]] = {
+    "version": {"version": 9},
+    "token": {"token": "another token of some length"},
+    "target": {"target": 1},
+}
 
 
 def test_every_bad_hello_is_told_what_is_wrong_with_it_and_so_is_the_log(
     start: Start,  # noqa: F811
     caplog: pytest.LogCaptureFixture,
-    another_version: Callable[[str], None],
 ) -> None:
     listener, address = place()
     zero = start(0, 3, address, listener=listener)
@@ -93,12 +88,9 @@ def test_every_bad_hello_is_told_what_is_wrong_with_it_and_so_is_the_log(
     assert told == "welcome"
     done = 0
     for kind, (identity, words) in BAD.items():
-        another_version(kind)
-        token = "another token of some length" if kind == "token" else TOKEN
-        told = pending(address, identity, token=token, target=int(kind == "target"))
+        told = pending(address, identity, **OPTIONS.get(kind, {}))
         assert words in told, kind
         done += 1
-    another_version("")
     first_copy.close()
     works(zero, start(1, 3, address), start(2, 3, address))
     lines = [r.getMessage() for r in caplog.records if "turned away" in r.getMessage()]

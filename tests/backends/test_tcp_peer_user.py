@@ -6,6 +6,8 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from listening import needs_proc
@@ -34,8 +36,8 @@ def connection(host: str, family: int = 0) -> Iterator[tuple[socket.socket, sock
 
 
 def blind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that does not answer questions about sockets."""
-    monkeypatch.setattr(addresses, "_ask_kernel", lambda *_: None)
+    """A system without Linux's way to ask the kernel about sockets."""
+    monkeypatch.delattr(socket, "AF_NETLINK", raising=False)
 
 
 LOOKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
@@ -91,8 +93,11 @@ def test_who_only_listens_is_at_the_end_of_no_connection() -> None:
 def test_where_the_system_does_not_say_the_reason_names_the_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def refuse(path: Path, *_: object, **__: object) -> NoReturn:
+        raise FileNotFoundError(path)
+
     blind(monkeypatch)
-    monkeypatch.setattr(addresses, "_read_table", lambda *_: None)
+    monkeypatch.setattr(Path, "read_text", refuse)
     with connection("127.0.0.1") as ends:
         for end in ends:
             assert "does not show whose process" in stranger(end)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
+import sys
 import threading
 import time
 import tracemalloc
 from contextlib import suppress
-from functools import partial
+from types import FrameType
 
 import pytest
 import torch
+from listening import needs_proc
 from raw_peer import WORLD, message, rank_0_and_a_raw_peer
+from typing_extensions import override
 
 import phalanx
 from phalanx import CollectiveTimeoutError, MisuseError, PeerLostError, SizeMismatchError
-from phalanx.transport import crowding
+from phalanx.transport.crowding import Crowding
 from phalanx.transport.tcp import send_buffer
+from phalanx.transport.tcp.loop import Reactor
 from phalanx.transport.tcp.transport import SPIN
 from phalanx.wire.control import FailureNotice
 from phalanx.wire.frame import HEADER_SIZE, MAX_PAYLOAD, Channel, Kind, pack_header
@@ -331,6 +336,21 @@ def test_a_rank_that_closes_sleeps_until_its_last_bytes_have_left() -> None:
     assert used < took / 2
 
 
+def test_a_send_that_is_complete_as_others_are_told_of_a_failure_is_over() -> None:
+    """Of another group, so that another thread may wait for it: it waits no longer."""
+    with rank_0_and_a_raw_peer() as (backend, peer):
+        broken = backend.subgroup([0, 1])
+        send = backend.isend(bytes(1 << 12), 1, background=False)
+        while send.over:  # the kernel takes it
+            send = backend.isend(bytes(1 << 12), 1, background=False)
+        peer.sock.setblocking(False)
+        with suppress(BlockingIOError):
+            while peer.sock.recv(1 << 16):
+                pass
+        broken.fail(PeerLostError("the disk is full", rank=0))
+        assert send.over
+
+
 def test_a_connection_inside_a_host_does_not_pace_itself() -> None:
     with rank_0_and_a_raw_peer() as (backend, _):
         sock = backend._transport.mesh.connections[1].sock
@@ -338,21 +358,27 @@ def test_a_connection_inside_a_host_does_not_pace_itself() -> None:
         assert name.strip(b"\0") == b"reno"
 
 
-def test_the_kernel_sizes_the_send_buffer_while_cores_are_short(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+class Host(Crowding):
+    """Its cores are short, or not, as a test says."""
+
+    crowded = False
+
+    @override
+    def at(self, now: float) -> bool:
+        return self.crowded
+
+
+def test_the_kernel_sizes_the_send_buffer_while_cores_are_short() -> None:
     """What a peer reads in one turn on a core is then more than the buffer of other times."""
-    monkeypatch.setattr(crowding, "EVERY", 0.0)
-    monkeypatch.setattr(crowding, "MOST", 1)
     with rank_0_and_a_raw_peer() as (backend, peer):
+        host = backend._transport.mesh.crowding = Host()
         sock = backend._transport.mesh.connections[1].sock
         try:
             sock.setsockopt(socket.SOL_SOCKET, send_buffer.SO_BUF_LOCK, 1)
         except OSError:
             pytest.skip("the kernel has no SO_BUF_LOCK")
         sizes = []
-        for crowded in (False, True, False):
-            monkeypatch.setattr(crowding, "is_crowded", partial(bool, crowded))
+        for host.crowded in (False, True, False):
             sent = phalanx.isend(torch.zeros(64 << 20, dtype=torch.uint8), backend, 1)
             while not sent.done():  # which moves what the socket takes
                 peer.sock.recv(1 << 20)
@@ -361,31 +387,34 @@ def test_the_kernel_sizes_the_send_buffer_while_cores_are_short(
 
 
 @pytest.mark.parametrize("crowded", [False, True])
-def test_a_rank_that_waits_polls_only_while_there_are_cores(
-    crowded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(crowding, "is_crowded", lambda: crowded)
-    monkeypatch.setattr(crowding, "MOST", 1)
+def test_a_rank_that_waits_polls_only_while_there_are_cores(crowded: bool) -> None:
     spins: list[float] = []
+
+    def note(frame: FrameType, event: str, arg: object) -> None:
+        if event == "call" and frame.f_code is Reactor.turn.__code__:
+            spins.append(frame.f_locals["spin"])
+
     with rank_0_and_a_raw_peer() as (backend, _):
-        backend._transport.mesh.crowding = crowding.Crowding()  # as where each rank has a core
-        turn = backend._transport.reactor.turn
-
-        def recorded(seconds: float, lock: threading.RLock, spin: float = 0.0) -> None:
-            spins.append(spin)
-            turn(seconds, lock, spin)
-
-        monkeypatch.setattr(backend._transport.reactor, "turn", recorded)
-        with pytest.raises(CollectiveTimeoutError):
-            backend.recv(bytearray(1), 1, timeout=0.1)
+        host = backend._transport.mesh.crowding = Host()  # as where each rank has a core
+        host.crowded, before = crowded, sys.getprofile()
+        sys.setprofile(note)
+        try:
+            with pytest.raises(CollectiveTimeoutError):
+                backend.recv(bytearray(1), 1, timeout=0.1)
+        finally:
+            sys.setprofile(before)
+    assert spins
     assert (SPIN in spins) is not crowded
 
 
+@needs_proc
 def test_a_look_or_two_do_not_change_what_is_taken_for_the_state_of_a_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    looks = iter("..x..x.xx.xxxxx.x...x...")
-    monkeypatch.setattr(crowding, "is_crowded", lambda: next(looks) == "x")
-    host = crowding.Crowding()
+    cores = os.cpu_count() or 1
+    running = iter({"x": cores + 1, ".": cores}[look] for look in "..x..x.xx.xxxxx.x...x...")
+    monkeypatch.setattr(os, "read", lambda *_: b"0.1 0.1 0.1 %d/200 1234" % next(running))
+    host = Crowding()
     found = "".join("x" if host.at(float(now)) else "." for now in range(24))
+    monkeypatch.undo()
     assert found == "............xxxxxxxxxx..", found

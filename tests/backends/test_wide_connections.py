@@ -5,14 +5,13 @@ With so few ranks as here it is a ring: each rank is connected with the two besi
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 import socket
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from types import SimpleNamespace
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -31,7 +30,6 @@ from test_tcp_rendezvous import place
 import phalanx
 from phalanx import Backend, BackendUnavailableError, MisuseError, PeerLostError
 from phalanx.transport.backends import MeshBackend
-from phalanx.transport.tcp import dial as dial_module
 from phalanx.transport.tcp.mesh import Mesh
 from phalanx.wire.control import parse_address
 from phalanx.wire.handshake import DialerHandshake, Identity, Refused
@@ -202,24 +200,31 @@ def test_collectives_are_right_on_a_group_of_which_few_are_connected() -> None:
     SubOf(Wide()).run(collect, 4)
 
 
-def test_a_rank_that_has_no_descriptor_for_a_connection_says_so_and_which_it_was_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def none_left(*args: object) -> socket.socket:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """The process can open no file: the limit is the lowest number that was free."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.open(os.devnull, os.O_RDONLY)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, hard))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        os.close(lowest)
 
+
+def test_a_rank_that_has_no_descriptor_for_a_connection_says_so_and_which_it_was_for() -> None:
     formed, tried = threading.Barrier(4), threading.Event()
 
     def send(backend: Backend) -> None:
         formed.wait(PATIENCE)
         if backend.rank == 0:
-            with monkeypatch.context() as patch:
-                patch.setattr(
-                    dial_module, "socket", SimpleNamespace(socket=none_left, SOCK_STREAM=1)
-                )
-                with pytest.raises(BackendUnavailableError, match=r"rank 2.*ulimit -n") as info:
-                    backend.send(b"!", 2)
-                assert (info.value.rank, info.value.peer, info.value.op) == (0, 2, "send")
+            with (
+                no_descriptor_left(),
+                pytest.raises(BackendUnavailableError, match=r"rank 2.*ulimit -n") as info,
+            ):
+                backend.send(b"!", 2)
+            assert (info.value.rank, info.value.peer, info.value.op) == (0, 2, "send")
             tried.set()
             backend.send(b"!", 2)  # there are some again
         elif backend.rank == 2:

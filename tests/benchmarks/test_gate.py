@@ -42,12 +42,13 @@ def test_a_row_fails_when_the_lower_bound_is_above_its_limit():
     assert outcome(*[0.9] * 30).verdict == "faster"
 
 
-def test_what_is_slower_on_purpose_has_its_own_limit_and_says_why(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gate, "SLOWER_ON_PURPOSE", {"a row": (1.3, "it checks more")})
-    allowed, beyond = outcome(*[1.2] * 30), outcome(*[1.4] * 30)
+@pytest.mark.parametrize("row", gate.SLOWER_ON_PURPOSE)
+def test_what_is_slower_on_purpose_has_its_own_limit_and_says_why(row: str):
+    limit, why = gate.SLOWER_ON_PURPOSE[row]
+    allowed, beyond = (outcome(*[limit + by] * 30, row=row) for by in (-0.1, 0.1))
     assert not allowed.fails
     assert beyond.fails
-    assert allowed.verdict == "as fast; limit 1.3 on purpose: it checks more"
+    assert allowed.verdict == f"as fast; limit {limit:g} on purpose: {why}"
 
 
 def test_names_of_rows_are_different_and_those_that_may_be_slower_exist():
@@ -59,13 +60,13 @@ def test_names_of_rows_are_different_and_those_that_may_be_slower_exist():
 def test_rows_are_chosen_by_their_names_and_left_out_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(gate, "lacks", {"": "", "shm": "", "mpi": "no mpirun"}.__getitem__)
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
     table, left_out = gate.chosen(["send_recv 8 B, mpi", "8 B, shm, 2", "import"])
     assert [row.name for row in table] == [
         "all_reduce 8 B, shm, 2 ranks",
         "import phalanx, torch apart",
     ]
-    assert left_out == {"send_recv 8 B, mpi, 2 ranks": "no mpirun"}
+    assert left_out == {"send_recv 8 B, mpi, 2 ranks": "mpi4py is not installed"}
 
 
 def test_the_table_has_every_row_its_figures_and_what_is_left_out(capsys: pytest.CaptureFixture):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -19,9 +20,9 @@ from phalanx.collectives.shm import plan
 
 
 @pytest.fixture(autouse=True)
-def _thresholds_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def _thresholds_as_before(thresholds: Callable[..., None]) -> None:
     """A case leaves the last ones that it has tried."""
-    monkeypatch.setattr(plan, "THRESHOLDS", plan.THRESHOLDS)
+    thresholds()
 
 
 def test_each_threshold_is_measured() -> None:
@@ -29,11 +30,8 @@ def test_each_threshold_is_measured() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_case_gives_times_of_half_today_s_and_twice(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_case_gives_times_of_half_today_s_and_twice(name: str) -> None:
     """On one rank, whose results are checked in the same way."""
-    monkeypatch.setattr(shm_thresholds, "CALLS", 1)
     [times] = SharedMemory().run(partial(measure, name=name, rounds=1), 1)
     assert len(times) == 3
     assert all(seconds > 0 for seconds in times)

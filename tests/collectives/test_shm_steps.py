@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from shm_model import ROOTED, Call, members, perform
 
 from phalanx import ReduceOp
-from phalanx.collectives.shm import plan
 from phalanx.collectives.shm.plan import SHM_ALGORITHM
 from phalanx.transport.shm.control import PARTS, ControlBlock
 from phalanx.transport.shm.peer_slot import AHEAD, FLAG
@@ -22,22 +21,19 @@ PIECE, SMALL = 1 << 10, 256  # bytes: so that tensors of a few KiB are of severa
 EVERY = (1 << 8) - 1
 
 
-@pytest.fixture(autouse=True, scope="module")
-def short_pieces() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        short = plan.Thresholds(
-            small=SMALL,
-            piece=PIECE,
-            block=PIECE,
-            read=PIECE,
-            read_least=SMALL,
-            reduced_from=PIECE,
-            broadcast_from=PIECE,
-        )
-        patch.setattr(plan, "THRESHOLDS", short)
-        crowded = Random(0)
-        patch.setattr(ControlBlock, "is_crowded", lambda control: crowded.random() < 0.5)
-        yield
+@pytest.fixture(autouse=True)
+def short_pieces(thresholds: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    thresholds(
+        small=SMALL,
+        piece=PIECE,
+        block=PIECE,
+        read=PIECE,
+        read_least=SMALL,
+        reduced_from=PIECE,
+        broadcast_from=PIECE,
+    )
+    crowded = Random(0)
+    monkeypatch.setattr(ControlBlock, "is_crowded", lambda control: crowded.random() < 0.5)
 
 
 def slices_around_thresholds(size: int) -> list[int]:

@@ -130,6 +130,10 @@ class Run:
     ends: dict[int, End] = field(default_factory=dict)
     generations: dict[int, tuple[int, int]] = field(default_factory=dict)
 
+    def note(self, job: Elastic) -> None:
+        now = job.history[-1]
+        self.generations[now.number] = now.first_step, now.world_size
+
 
 def script(way: Way, size: int, run: Run, **options: Any) -> Callable[[Backend], None]:
     """Return the training; a process that comes after its end leaves nothing in `run`."""
@@ -143,13 +147,13 @@ def script(way: Way, size: int, run: Run, **options: Any) -> Callable[[Backend],
         job.keep(model=model, optimizer=optimizer, schedule=schedule)
         counted = []
         for step in job.steps(STEPS):
-            now = job.history[-1]
-            run.generations[now.number] = now.first_step, now.world_size
+            run.note(job)
             with step:
                 numbers = batches.take()
                 take_step(model, optimizer, schedule, numbers, step.weight, way.parts)
             if step.done:
                 counted.append(step.number)
+        run.note(job)
         assert isinstance(backend, SimulatedBackend)
         assert backend.process is not None
         run.ends[backend.process.number] = End(

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 from elastic_stores import TOKEN, Etcd, MemoryStore, running_etcd
 
-from phalanx.elastic import stores
 from phalanx.elastic.membership import (
     Bounds,
     Decision,
@@ -364,9 +363,8 @@ def test_etcd_that_is_not_there_is_named() -> None:
 
 
 def test_a_member_of_etcd_that_is_silent_is_passed_over(
-    etcd: Etcd, stack: ExitStack, key: str, monkeypatch: pytest.MonkeyPatch
+    etcd: Etcd, stack: ExitStack, key: str
 ) -> None:
-    monkeypatch.setattr(stores, "_ONE_ENDPOINT", 0.05)
     silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     where = f"etcd://127.0.0.1:{silent.getsockname()[1]},{etcd.where.removeprefix('etcd://')}"
     store = stack.enter_context(closing(open_store(where, TOKEN, job="job").store))

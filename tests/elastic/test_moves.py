@@ -27,8 +27,6 @@ from phalanx import (
     load_checkpoint,
     save_checkpoint,
 )
-from phalanx.checkpoint import tensor_files
-from phalanx.elastic import moves
 from phalanx.elastic.moves import Holding, holding, move
 from phalanx.wire.memory import plain, tensor_bytes
 
@@ -328,13 +326,22 @@ def test_no_rank_changes_anything_before_all_have_theirs() -> None:
         assert phalanx.simulate(run, 3, order) == ["lost", "lost", "gone"]
 
 
-def test_pieces_of_any_size_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    for packed in (0, 1 << 30):
-        monkeypatch.setattr(moves, "PACKED", packed)
-        moved_and_loaded(FSDP, 3, (0, 1))
+class Repeats(nn.Linear):
+    """Its state refers to one tensor 100 times: values of 100 MiB."""
+
+    def get_extra_state(self) -> list[Tensor]:
+        return [torch.ones(1 << 18)] * 100
+
+    def set_extra_state(self, state: list[Tensor]) -> None:
+        self.given = [float(each.sum()) for each in state]
 
 
-def test_state_of_any_size_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_of_any_size_is_moved() -> None:
     """Files of a stranger may refer to a tensor so often only."""
-    monkeypatch.setattr(tensor_files, "HELD", 0)
-    moved_and_loaded(WAYS["top-k"], 2, (0, 1))
+
+    def run(backend: Backend) -> list[float]:
+        held, model = Repeats(1, 1), Repeats(1, 1)
+        move([holding(0, held)] if backend.rank == 0 else [], backend, model)
+        return model.given
+
+    assert phalanx.simulate(run, 2) == [[float(1 << 18)] * 100] * 2

@@ -18,7 +18,6 @@ from waiting import wait_until
 from phalanx.errors import AuthenticationError, BackendUnavailableError, MisuseError
 from phalanx.launch.nodes import NodeExit, Nodes
 from phalanx.launch.store import connect_store
-from phalanx.transport.tcp.addresses import reserve_port
 
 PATIENCE = 30.0
 TOKEN = "a token of many letters"
@@ -250,19 +249,19 @@ def test_every_generation_has_a_port_of_its_own_for_torchs_store(
 def test_a_node_that_is_closed_while_it_begins_keeps_no_port(
     master: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, kept = threading.Event(), []
+    real, made = socket.getaddrinfo, threading.Event()
 
-    def late() -> socket.socket:
+    def late(*args: Any, **options: Any) -> Any:
         assert made.wait(PATIENCE)
         assert node._closing.wait(PATIENCE)
-        kept.append(reserve_port())
-        return kept[0]
+        return real(*args, **options)
 
-    monkeypatch.setattr("phalanx.launch.nodes.reserve_port", late)
+    monkeypatch.setattr(socket, "getaddrinfo", late)
     node = Nodes(nodes=2, ranks=1, master=master)
     made.set()
     assert node.close(PATIENCE)
-    assert [port.fileno() for port in kept] == [-1]
+    assert node._reserved is not None
+    assert node._reserved.fileno() == -1
 
 
 def test_words_of_other_nodes_do_nothing_to_a_terminal(stack: ExitStack, master: str) -> None:

@@ -16,12 +16,15 @@ import pytest
 from waiting import wait_until
 
 from phalanx.errors import AuthenticationError, BackendUnavailableError
-from phalanx.launch import store as module
 from phalanx.launch.server import call
 from phalanx.launch.store import (
+    MOST_CLIENTS,
+    MOST_KEYS,
+    MOST_MEMORY,
     MOST_VALUE,
     StoreClient,
     StoreReply,
+    StoreRequest,
     StoreServer,
     connect_store,
     listen_for_store,
@@ -196,25 +199,42 @@ def test_a_server_that_says_nothing_is_called_again(stack: ExitStack) -> None:
 # Bounds -----------------------------------------------------------------------------------------
 
 
-def test_a_client_beyond_a_bound_is_told_and_the_others_go_on(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "MOST_KEYS", 3)
-    monkeypatch.setattr(module, "MOST_MEMORY", 2000)
+def fill(server: StoreServer, keys: int, value: bytes) -> None:
+    """Set keys at once, without a client's messages."""
+    with server.lock:
+        for number in range(keys):
+            assert not server.answer(StoreRequest("set", str(number), value)).error
+
+
+def test_a_client_beyond_the_bound_on_memory_is_told_and_the_others_go_on(stack: ExitStack) -> None:
     server = hold(stack)
     store, other = join(stack, server), join(stack, server)
-    store.set("a", b"x" * 1000)
-    with pytest.raises(BackendUnavailableError, match=r"b: the store is full, it has 2000 bytes"):
-        store.set("b", b"x" * 1000)
-    for key in "bc":
-        store.set(key, "")
+    full = b"x" * MOST_VALUE
+    fill(server, MOST_MEMORY // (MOST_VALUE + 200 + 4), full)  # with a key of up to 4 characters
+    with pytest.raises(
+        BackendUnavailableError, match=f"b: the store is full, it has {MOST_MEMORY} bytes"
+    ):
+        store.set("b", full)
+    before = server.memory
+    assert other.get("0") == full
+    other.set("0", "")
+    assert server.memory == before - MOST_VALUE
+    store.set("b", full)  # there is room again
+    assert server.memory == before + len("b") + 200
+
+
+def test_a_client_beyond_the_bound_on_keys_is_told_and_the_others_go_on(stack: ExitStack) -> None:
+    server = hold(stack)
+    store, other = join(stack, server), join(stack, server)
+    fill(server, MOST_KEYS, b"")
     for write in (lambda: store.add("d", 1), lambda: store.compare_set("d", b"", b"1")):
-        with pytest.raises(BackendUnavailableError, match=r"d: the store is full, it has 3 keys"):
+        with pytest.raises(
+            BackendUnavailableError, match=f"d: the store is full, it has {MOST_KEYS} keys"
+        ):
             write()
-    assert other.get("b") == b""
-    other.set("a", "")
-    store.set("b", b"x" * 1000)  # there is room again
-    assert server.memory == 1003 + 3 * 200
+    assert other.get("0") == b""
+    store.set("0", "again")
+    assert other.get("0") == b"again"
 
 
 def test_an_add_to_what_is_no_number_is_told(stack: ExitStack) -> None:
@@ -269,14 +289,22 @@ def test_a_client_that_takes_no_replies_keeps_one_and_no_more(stack: ExitStack) 
     assert max(unsent) <= MOST_VALUE + 64
 
 
-def test_the_clients_beyond_the_bound_wait_for_a_place(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "MOST_CLIENTS", 1)
+class Somebody:
+    """A client that takes a place and no file, of which a process may have too few."""
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_clients_beyond_the_bound_wait_for_a_place(stack: ExitStack) -> None:
     server = hold(stack)
     first = join(stack, server)
+    others = {Somebody() for _ in range(MOST_CLIENTS - 1)}
+    server.clients |= others  # type: ignore[arg-type]
     soon = time.monotonic() + 0.1
-    with pytest.raises(BackendUnavailableError, match="1 clients are there already: try again"):
+    with pytest.raises(
+        BackendUnavailableError, match=f"{MOST_CLIENTS} clients are there already: try again"
+    ):
         connect_store(server.endpoint, TOKEN, soon, job="job")
     first.close()
     assert join(stack, server).add("count", 1) == 1

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +22,6 @@ from phalanx.errors import (
     DistributedError,
     InvalidWorldSizeError,
 )
-from phalanx.native import store_rendezvous
 from phalanx.native.store_rendezvous import (
     Entries,
     RendezvousAnswer,
@@ -47,9 +49,10 @@ def token(monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two ranks each is on a host of its own."""
-    hosts = iter(["one", "another"])
-    monkeypatch.setattr(store_rendezvous, "host_id", lambda: next(hosts))
+    """Of two ranks each is on a host of its own: a container, or without /proc by its name."""
+    hosts = itertools.count()
+    for module, name in ((os, "readlink"), (socket, "gethostname")):
+        monkeypatch.setattr(module, name, lambda *_: f"host {next(hosts)}")
 
 
 def meet(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from copy import deepcopy
 
 import pytest
@@ -12,20 +12,21 @@ from torch import Tensor, nn
 
 from phalanx import DDP, Backend
 from phalanx.collectives.pieces import join
-from phalanx.collectives.shm import plan
 from phalanx.parallel import reducer
 
 RANKS = 3
 
 
 @pytest.fixture(autouse=True, params=["small", "large"])
-def buckets_are(request: pytest.FixtureRequest) -> Iterator[None]:
+def buckets_are(
+    request: pytest.FixtureRequest,
+    thresholds: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """They take the way of small, or of large tensors."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reducer, "LARGE", 0)
-        if request.param == "large":
-            patch.setattr(plan, "THRESHOLDS", plan.Thresholds(small=0, block=256))
-        yield
+    monkeypatch.setattr(reducer, "LARGE", 0)
+    if request.param == "large":
+        thresholds(small=0, block=256)
 
 
 with torch.random.fork_rng():

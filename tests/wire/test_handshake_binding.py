@@ -7,8 +7,14 @@ from collections.abc import Callable
 import pytest
 from test_handshake import ACCEPTOR, DIALER, TOKEN, able, acceptor, converse, dialer
 
-from phalanx.wire import handshake
-from phalanx.wire.handshake import LIMIT, AcceptorHandshake, DialerHandshake, Handshake, Refused
+from phalanx.wire.handshake import (
+    LIMIT,
+    PROTOCOL_VERSION,
+    AcceptorHandshake,
+    DialerHandshake,
+    Handshake,
+    Refused,
+)
 
 HEAD = 7
 # Where each field of HELLO lies, behind the head of the message.
@@ -119,13 +125,18 @@ def test_a_middle_cannot_make_a_rank_look_like_another(field: str) -> None:
     assert let_in(dialer(caller), acceptor(), forged) == (False, False)
 
 
-def test_a_middle_cannot_talk_a_rank_into_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    caller = dialer()
-    ours = handshake.PROTOCOL_VERSION
-    monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 1)
-    hello = caller.start()
-    monkeypatch.undo()
-    forged = put(HELLO_FIELDS["version"], ours.to_bytes(2, "little"))(hello)
+class DialerOfBefore(DialerHandshake):
+    """A dialer that speaks version 1."""
+
+    def start(self) -> bytes:
+        hello = put(HELLO_FIELDS["version"], b"\x01\x00")(super().start())
+        self._hello = hello[HEAD:]  # which its proof covers
+        return hello
+
+
+def test_a_middle_cannot_talk_a_rank_into_another_version() -> None:
+    caller = DialerOfBefore(DIALER, TOKEN, 0)
+    forged = put(HELLO_FIELDS["version"], PROTOCOL_VERSION.to_bytes(2, "little"))(caller.start())
     with pytest.raises(Refused, match="same token"):
         caller.receive(acceptor().receive(forged))
 

@@ -1,5 +1,6 @@
-"""Elastic groups: ranks die, leave and arrive, and all others go on in their processes."""
+"""Elastic training: groups whose ranks die, leave and arrive while the others go on."""
 
-from phalanx.elastic.api import Elastic, ElasticStep, Generation
+from phalanx.elastic.api import Elastic, ElasticStep
+from phalanx.elastic.regrouping import Generation
 
 __all__ = ["Elastic", "ElasticStep", "Generation"]

@@ -5,64 +5,32 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
-from phalanx.checkpoint import PendingSave, latest_checkpoint, load_checkpoint, save_checkpoint
-from phalanx.checkpoint.group import CheckpointGroup
-from phalanx.collectives import all_reduce_, barrier, broadcast_object
-from phalanx.core import random_state
+from phalanx.collectives import all_reduce_
 from phalanx.core.backend import Backend
 from phalanx.core.replaceable import ReplaceableBackend
+from phalanx.elastic import batches
 from phalanx.elastic.batches import Batches
-from phalanx.elastic.generations import Ended, Generations
+from phalanx.elastic.generations import Ended, Generations, Left
 from phalanx.elastic.kept import Kept
-from phalanx.elastic.membership import Bounds, Decision
+from phalanx.elastic.membership import Bounds
 from phalanx.elastic.memory import Memory
-from phalanx.elastic.moves import move
+from phalanx.elastic.regrouping import LOSS, Generation, Regrouping
+from phalanx.elastic.saves import Checkpoints
 from phalanx.elastic.start import find_site, leave_when_told
-from phalanx.errors import (
-    CollectiveTimeoutError,
-    DistributedError,
-    InvalidWorldSizeError,
-    MisuseError,
-    PeerLostError,
-)
+from phalanx.errors import DistributedError, InvalidWorldSizeError, MisuseError
 from phalanx.launch.report import AGAIN
 from phalanx.transport.simulated import SimulatedBackend
 
 log = logging.getLogger("phalanx")
-LOSS = PeerLostError, CollectiveTimeoutError
 _LONG = 2.0  # seconds: after a longer block, a notice is obeyed without another one
-# What the ranks tell each other in a vote: how many ...
-_NOTICED, _LEAVING, _COMING = 1, 1 << 20, 1 << 40
-
-
-class Generation(NamedTuple):
-    """One generation of a job, as this process saw it.
-
-    number      from 1
-    first_step  the number of its first step
-    world_size  its number of ranks
-    lost        ranks of the generation before that are gone
-    joined      its ranks that were not in the generation before
-    redone      steps that had counted, and are taken again
-    seconds     by phase: "noticed", from the last sign of the old generation to the loss's notice;
-                "decided", "met", "moved", and "total", from the notice on
-    """
-
-    number: int
-    first_step: int
-    world_size: int
-    lost: tuple[int, ...]
-    joined: tuple[int, ...]
-    redone: int
-    seconds: dict[str, float]
+_NOTICED, _LEAVING, _COMING = 1, 1 << 20, 1 << 40  # in a vote's sum: how many ranks say so
 
 
 class Elastic:
@@ -110,8 +78,8 @@ class Elastic:
     An exception of the block ends the job on this rank alone, and the others go on without it.
 
     # Errors
-    `InvalidWorldSizeError` for `min_ranks` below 1 or above `max_ranks`; `UnsupportedOperationError`
-    for gloo, nccl, ucc and mpi. `MembershipError` where there are too few ranks, or no store, for
+    `InvalidWorldSizeError` for `min_ranks` below 1 or above `max_ranks`; for gloo, nccl, ucc and
+    mpi `UnsupportedOperationError`. `MembershipError` if there are too few ranks, or no store, for
     `wait` seconds. `DesyncError` in a process that keeps something else than those that train,
     which names the first difference; `AuthenticationError` with another token.
     """
@@ -146,21 +114,19 @@ class Elastic:
         alone = SimulatedBackend.create_group(1, timeout=timeout)[0]
         self.backend = ReplaceableBackend(alone)
         self.history: list[Generation] = []
-        self._copy_every, self._checkpoint_every = copy_every, checkpoint_every
-        self._checkpoints = None if checkpoints is None else os.fspath(checkpoints)
-        self._seed, self._wait, self._timeout = seed, wait, timeout
+        self._copy_every, self._seed = copy_every, seed
+        self._wait, self._timeout = wait, timeout
         self._kept = Kept(self.backend)
+        self._memory = Memory(self._kept, self.backend, self._site)
+        folder = None if checkpoints is None else os.fspath(checkpoints)
+        self._checkpoints = Checkpoints(folder, checkpoint_every, self._kept, self.backend)
         self._batches: list[Batches[Any]] = []
         self._notice = leave_when_told(self._site)
         self._generations: Generations | None = None
-        self._total = 0
-        self._version = 0  # number of the next step, and of the state before it
-        self._highest = 0  # the most that it has been
-        self._in_block = False
-        self._memory = Memory(self._kept, self.backend, self._site)
-        self._saved = -1
-        self._save: PendingSave | None = None
-        self._notice_seen = self._leaves = self._over = False
+        self._regrouping: Regrouping | None = None
+        self._version = self._total = 0  # steps that count, and all
+        self._in_block = self._told_to_leave = self._noticed = self._over = False
+        self._block_began = 0.0
         self._flags = torch.zeros(1, dtype=torch.int64)
 
     # What is kept -----------------------------------------------------------------------------
@@ -189,27 +155,23 @@ class Elastic:
         The joined batches are the same on any number of ranks, so each sample comes once in an
         epoch. Epochs follow each other.
         """
-        from phalanx.elastic.batches import sampler  # noqa: PLC0415
-
-        return self._add_batches(
-            sampler(samples, self.backend, batch_size=batch_size, **options), "sampler"
-        )
+        options = {"seed": self._seed, **options}
+        made = batches.sampler(samples, self.backend, batch_size=batch_size, **options)
+        return self._add_batches(made, "sampler")
 
     def loader(self, dataset: Dataset[Any], *, batch_size: int, **options: Any) -> Batches[Any]:
         """Return batches that torch's `DataLoader` loads, which takes the other `options`.
 
         In a step's block, `take()` gives this rank's part of the joined batch, once.
         """
-        from phalanx.elastic.batches import loader  # noqa: PLC0415
+        options = {"seed": self._seed, **options}
+        made = batches.loader(dataset, self.backend, batch_size=batch_size, **options)
+        return self._add_batches(made, "loader")
 
-        return self._add_batches(
-            loader(dataset, self.backend, batch_size=batch_size, **options), "loader"
-        )
-
-    def _add_batches(self, batches: Batches[Any], kind: str) -> Batches[Any]:
-        self.keep(**{f"{kind} {len(self._batches)}": batches})
-        self._batches.append(batches)
-        return batches
+    def _add_batches(self, made: Batches[Any], kind: str) -> Batches[Any]:
+        self.keep(**{f"{kind} {len(self._batches)}": made})
+        self._batches.append(made)
+        return made
 
     # For the script ---------------------------------------------------------------------------
 
@@ -228,9 +190,15 @@ class Elastic:
         """The number of steps that no loss of one rank undoes."""
         return self._memory.copied if self._memory.copies else self._version
 
+    @property
+    def weight(self) -> float:
+        """`step.weight` of the step in whose block this process is: of what it took last."""
+        taken = [each.weight for each in self._batches if each.taken]
+        return taken[-1] if taken else 1.0
+
     def leave(self) -> None:
         """Leave after this step, as after a SIGTERM: `steps` raises SystemExit(75) then."""
-        self._leaves = True
+        self._told_to_leave = True
 
     def steps(self, total: int) -> Iterator[ElasticStep]:
         """Yield the steps up to number `total` - 1, each until it counts.
@@ -244,355 +212,180 @@ class Elastic:
             while self._version < total:
                 step = ElasticStep(self, self._version, self.generation)
                 yield step
-                if self._over:
-                    raise SystemExit(AGAIN)
                 if step.state == "new":
                     self._refuse(f"the block of step {step.number} was not entered: `with step:`")
+                if self._over:
+                    raise Left
             self._finish()
-        except Ended:
+        except BaseException as error:
             self.close()
-            log.info("process %s comes after the end", self._site.process)
-            raise SystemExit(0) from None
-        except BaseException:
-            self.close()
+            if isinstance(error, Ended | Left):
+                raise SystemExit(AGAIN if isinstance(error, Left) else 0) from None
             raise
 
     def close(self) -> None:
         """Leave the group at once; the others take this rank as lost."""
+        self._stop()
+        self._memory.close()
+        for each in self._batches:
+            each.close()
+        self.backend.inner.close()
+
+    def _stop(self) -> None:
+        """Take no further part in the job."""
         self._over = True
         if self._generations is not None:
             self._generations.newcomers.watch(wanted=False)
-        self._memory.close()
-        for batches in self._batches:
-            batches.close()
-        self.backend.inner.abort()
         self._site.close()
         if self._notice is not None:
             self._notice.close()
 
-    @property
-    def weight(self) -> float:
-        """`step.weight` of the step in whose block this process is: of what it took last."""
-        taken = [each.weight for each in self._batches if each.taken]
-        return taken[-1] if taken else 1.0
-
     # The loop ---------------------------------------------------------------------------------
 
     def _begin(self, total: int) -> None:
+        kept = self._kept
         if self._generations is not None or self._over:
             self._refuse("steps() a second time: a job has one loop")
-        kept = self._kept
         if not kept.has_modules:
             self._refuse("steps() without a model: job.keep(model=..., optimizer=...) first")
-        if self._checkpoints is not None and len(kept.optimizers) > 1:
+        if self._checkpoints.folder is not None and len(kept.optimizers) > 1:
             self._refuse("checkpoints= takes one optimizer, and several are kept")
-        multiple = kept.multiple
-        bounds = Bounds(self._min, self._max, multiple)
+        bounds = Bounds(self._min, self._max, kept.multiple)
         if self._site.store is not None and not bounds.size(self._max):
             raise InvalidWorldSizeError(
                 f"Elastic: no number of ranks from {self._min} to {self._max} is a multiple of "
-                f"{multiple}, as FSDP's strategy needs"
+                f"{bounds.multiple}, as FSDP's strategy needs"
             )
-        self._total = total
         lines = [*kept.lines(), f"steps: {total}", f"seed: {self._seed}"]
-        lines += [
-            f"copy_every: {self._copy_every}",
-            f"checkpoints: {self._checkpoints is not None}",
-        ]
+        lines += [f"copy_every: {self._copy_every}"]
+        lines += [f"checkpoints: {self._checkpoints.folder is not None}"]
         self._generations = Generations(
-            self._site, bounds, lines, wait=self._wait, timeout=self._timeout
+            self._site, bounds, lines, self._is_told, wait=self._wait, timeout=self._timeout
+        )
+        self._regrouping = Regrouping(
+            self._site,
+            self.backend,
+            self._generations,
+            kept,
+            self._memory,
+            self._checkpoints,
+            seed=self._seed,
+            timeout=self._timeout,
         )
         self._memory.begin()
+        self._total = total
 
-    def enter(self, step: ElasticStep) -> None:
-        """Begin a step's block."""
+    def _form(self, gone: tuple[int, ...], why: str) -> None:
+        """Go on in the next generation."""
+        assert self._regrouping is not None
+        made = self._regrouping.form(self._version, gone, why)
+        self.history.append(made)
+        self._version, self._noticed = made.first_step, False
+        for each in self._batches:
+            each.regrouped()
+
+    def begin_block(self, step: ElasticStep) -> None:
+        """Begin a step's block; `ElasticStep` calls it."""
         if self._in_block:
             self._refuse("a step inside another step's block")
-        if self._over or step.number != self._version or step.generation != self.generation:
+        if self._over or (step.number, step.generation) != (self._version, self.generation):
             self._refuse(f"step {step.number} of generation {step.generation} is over")
         self._kept.begin_block()
         self._memory.begin_block()
-        self._in_block = True
-        for batches in self._batches:
-            batches.begin()
-        self._block_began = time.monotonic()
+        for each in self._batches:
+            each.begin()
+        self._in_block, self._block_began = True, time.monotonic()
 
-    def leave_block(self, step: ElasticStep, error: BaseException | None) -> bool:
-        """End a step's block; return whether the error is dealt with."""
+    def end_block(self, step: ElasticStep, error: BaseException | None) -> bool:
+        """End a step's block; return whether the error is dealt with. `ElasticStep` calls it."""
         self._in_block = False
-        if error is not None and not self._is_loss(error):
-            self.close()
-            return False
         try:
             if error is not None:
                 raise error
             self._count(step)
-        except LOSS as loss:
-            self._form(self._culprits(loss), str(loss))
-        except BaseException as other:
-            if not self._is_loss(other):
+        except BaseException as raised:
+            if not self._is_loss(raised):
                 self.close()
+                if raised is error:
+                    return False
                 raise
-            self._form((), str(other))
+            gone = raised.peer if isinstance(raised, LOSS) else None
+            self._form(() if gone is None else (gone,), str(raised))
         return True
 
     def _is_loss(self, error: BaseException) -> bool:
         """Return whether it follows from a rank that is lost, or has kept others waiting."""
-        if isinstance(error, LOSS):
-            return True
         failure = self.backend.failure
-        return (
-            isinstance(error, DistributedError)
-            and failure is not None
-            and issubclass(failure.error, LOSS)
-        )
-
-    @staticmethod
-    def _culprits(error: BaseException) -> tuple[int, ...]:
-        peer = error.peer if isinstance(error, LOSS) else None
-        return () if peer is None else (peer,)
+        follows = failure is not None and issubclass(failure.error, LOSS)
+        return isinstance(error, LOSS) or (isinstance(error, DistributedError) and follows)
 
     def _count(self, step: ElasticStep) -> None:
         """Take the step as taken, keep the version after it, and vote."""
-        for batches in self._batches:
-            batches.count()
-        followed, memory = self._kept.end_block(), self._memory
-        memory.copies = followed or not self._kept.is_whole()
         after = step.number + 1
-        if memory.copies and (after % self._copy_every == 0 or self._notice_seen):
-            memory.write(after)
-        told = self._vote(f"step {step.number} counts")
-        self._version, self._highest = after, max(after, self._highest)
-        self._after_vote(told)
+        for each in self._batches:
+            each.count()
+        followed = self._kept.end_block()
+        due = self._noticed or after % self._copy_every == 0
+        self._memory.end_block(after, followed=followed, due=due)
+        leaves = self._is_told() and self._may_leave(after)
+        told = self._vote(f"step {step.number} counts", leaves=leaves)
+        self._version = after
+        everybody = told % _LEAVING == self.backend.world_size
+        if everybody:
+            self._checkpoints.save_now(after)
+        if leaves or everybody:
+            log.info("process %s leaves after step %d", self._site.process, step.number)
+            self.close()
+            return
+        self._noticed = told % _LEAVING > 0
+        if after < self._total:
+            self._checkpoints.save_if_due(after)
+        if told >= _LEAVING:
+            self._form((), "ranks join" if told >= _COMING else "a rank leaves")
 
-    def _vote(self, label: str) -> int:
+    def _vote(self, label: str, *, leaves: bool = False) -> int:
         """Tell all ranks what this one wants, and return the sums."""
-        newcomers = self._coming()
-        self._leaves |= self._notice is not None and self._notice.told
-        now = self._leaves and self._may_leave()
-        self._flags[0] = _NOTICED * self._leaves + _LEAVING * now + _COMING * newcomers
+        told = _NOTICED * self._is_told() + _LEAVING * leaves + _COMING * self._are_coming()
+        self._flags[0] = told
         all_reduce_(self._flags, self.backend, label=label)
-        self._leaves_now = now
         return int(self._flags[0])
 
-    def _may_leave(self) -> bool:
-        """Return whether this rank leaves after this vote: all ranks have copied meanwhile."""
+    def _is_told(self) -> bool:
+        """Return whether this process is to leave."""
+        return self._told_to_leave or (self._notice is not None and self._notice.told)
+
+    def _may_leave(self, after: int) -> bool:
+        """Return whether a rank that is to leave may do so after this vote: others have its part.
+
+        A block more lets all ranks hear of the notice, which they perhaps have, too.
+        """
         long = time.monotonic() - self._block_began > _LONG
-        kept = self.safe == self._version
-        return self._notice_seen or (long and kept) or self.backend.world_size == 1
+        kept = not self._memory.copies or self._memory.copied == after
+        return kept and (self._noticed or long)
 
-    def _coming(self) -> bool:
-        """Return whether newcomers may join: rank 0 knows."""
-        generations = self._generations
-        if generations is None or self.backend.rank or self._site.store is None:
+    def _are_coming(self) -> bool:
+        """Return whether newcomers make the next generation larger: rank 0 knows."""
+        generations, site = self._generations, self._site
+        if generations is None or self.backend.rank or site.store is None:
             return False
-        if not self._site.watches:
-            generations.newcomers.look(self._site.store)
-        living = generations.newcomers.living(generations.members)
-        size, bounds = self.backend.world_size, generations.bounds
-        return bounds.size(size + len(living)) > size
-
-    def _after_vote(self, told: int) -> None:
+        if not site.watches:
+            generations.newcomers.look(site.store)
+        there = len(generations.newcomers.living(generations.members))
         size = self.backend.world_size
-        noticed, leaving = told % _LEAVING, told % _COMING // _LEAVING
-        if noticed == size:
-            self._save_checkpoint(wait=True)
-            leaving, self._leaves_now = size, True
-        if self._leaves_now and leaving:
-            self._go()
-            return
-        self._notice_seen = noticed > 0
-        self._save_checkpoint(wait=False)
-        if leaving or told >= _COMING:
-            self._form((), "a rank leaves" if leaving else "a rank joins")
-
-    def _go(self) -> None:
-        """Leave: the others form the next generation at once."""
-        log.info("process %s leaves after step %d", self._site.process, self._version - 1)
-        self.backend.inner.close()
-        self.close()
-
-    # A new generation -------------------------------------------------------------------------
-
-    def _form(self, gone: Sequence[int], why: str) -> None:
-        """Form generations, until one has a state that all of its ranks have."""
-        began = time.monotonic()
-        seconds = {"decided": 0.0, "met": 0.0, "moved": 0.0}
-        before = self._version
-        if self._site.store is None:
-            return self._begin_alone(began)
-        generations, lost = self._generations, set(gone)
-        assert generations is not None
-        members = generations.members
-        while True:
-            held = self._memory.held(generations.entered)
-            decision = generations.next(held, lost, self.backend.lost)
-            lost = set()
-            decided = time.monotonic()
-            try:
-                self._enter(decision, seconds)
-            except LOSS as error:
-                lost.update(self._culprits(error))
-                if error.peer is not None and error.peer >= len(decision.survivors):
-                    generations.newcomers.did_not_come(decision.members[error.peer])
-                continue
-            seconds["decided"] = decided - began - seconds["met"] - seconds["moved"]
-            break
-        return self._entered(decision, why, seconds, before, began, members)
-
-    def _begin_alone(self, began: float) -> None:
-        """Form the one generation of a process that nobody has started as a job."""
-        process = self._site.process
-        values, self._version = self._bring_first()
-        self._kept.load_values(values)
-        self._memory.enter(self._version, 1, (process,), first=False)
-        alone = Decision(1, (process,), "")
-        self._entered(alone, "the training begins alone", {}, 0, began, ())
-
-    def _enter(self, decision: Decision, seconds: dict[str, float]) -> None:
-        """Be a rank of this generation: meet the others, and take the state."""
-        generations, site, kept = self._generations, self._site, self._kept
-        assert generations is not None
-        rank, began = decision.members.index(site.process), time.monotonic()
-        group = site.meet(
-            decision.generation, rank, len(decision.members), decision.address, self._timeout
-        )
-        met = time.monotonic()
-        first = decision.version is None or not decision.layout
-        if rank >= len(decision.survivors):
-            self._memory.forget(first=first)
-        self.backend.inner.abort()
-        self.backend.enter(group)
-        generations.entered = decision.generation
-        kept.regrouped()
-        if first:
-            values, self._version = self._bring_first()
-        else:
-            given = self._memory.give(decision)
-            values = move(given, self.backend, kept.model, kept.optimizers)
-            self._version = decision.version or 0
-        kept.load_values(values)
-        for batches in self._batches:
-            batches.regrouped()
-        self._memory.enter(self._version, decision.generation, decision.members, first=first)
-        barrier(self.backend, label=f"generation {decision.generation} has its state")
-        self._memory.complete()
-        seconds["met"], seconds["moved"] = met - began, time.monotonic() - met
-
-    def _bring_first(self) -> tuple[Any, int]:
-        """Begin with the newest checkpoint, or else with rank 0's state before the first step."""
-        kept, backend, folder = self._kept, self.backend, self._checkpoints
-        found = broadcast_object(
-            None if folder is None else str(latest_checkpoint(folder) or ""), backend
-        )
-        if found:
-            first = kept.optimizers[0] if kept.optimizers else None
-            loaded = load_checkpoint(str(found), model=kept.model, optimizer=first, backend=backend)
-            self._saved = loaded.step
-            return loaded.extra, loaded.step
-        given = self._memory.first() if backend.rank == 0 else []
-
-        def check() -> None:
-            if backend.rank == 0 and not given:
-                raise MisuseError(
-                    f"no version of the state is complete after step {self._highest - 1}: ranks "
-                    "are lost that alone had parts of it, and there is no checkpoint "
-                    "(checkpoints=). Start the job again"
-                )
-
-        CheckpointGroup(backend, "elastic", self._timeout).on_all(check)
-        return move(given, backend, kept.model, kept.optimizers), 0
-
-    def _entered(
-        self,
-        decision: Decision,
-        why: str,
-        seconds: dict[str, float],
-        before: int,
-        began: float,
-        members: Sequence[str],
-    ) -> None:
-        """Take note of a new generation, whose state is there."""
-        generations = self._generations
-        assert generations is not None
-        rank, size = self.backend.rank, self.backend.world_size
-        random_state.restore(
-            random_state.seeded(self._seed, self._version * (1 << 20) + size * (1 << 10) + rank)
-        )
-        seconds["total"] = time.monotonic() - began
-        joined = tuple(range(len(decision.survivors), size))
-        redone = max(0, before - self._version)
-        self.history.append(
-            Generation(
-                decision.generation, self._version, size, decision.lost, joined, redone, seconds
-            )
-        )
-        if rank == 0:
-            if self._site.store is not None:
-                generations.tell_kept()
-            self._log(why, members)
-        generations.newcomers.watch(wanted=rank == 0)
-
-    def _log(self, why: str, before: Sequence[str]) -> None:
-        """Log the generation in one line."""
-        now = self.history[-1]
-        lost = ", ".join(
-            f"rank {rank} ({before[rank]})" if rank < len(before) else f"rank {rank}"
-            for rank in now.lost
-        )
-        what = f"{lost} lost in step {now.first_step}" if lost else why
-        phases = ", ".join(
-            f"{name} {took:.3f}" for name, took in now.seconds.items() if name != "total"
-        )
-        log.info(
-            "generation %d: %s; %d go on, %d join, %d steps done again, %.3f s (%s)",
-            now.number,
-            what,
-            now.world_size - len(now.joined),
-            len(now.joined),
-            now.redone,
-            now.seconds["total"],
-            phases,
-        )
-
-    # The end ----------------------------------------------------------------------------------
-
-    def _save_checkpoint(self, *, wait: bool) -> None:
-        """Save, if it is time; the save in the background is waited for at the end alone."""
-        kept, every = self._kept, self._checkpoint_every
-        if self._checkpoints is None or self._saved == self._version:
-            return
-        if self._save is not None and self._save.failed:
-            self._save, self._saved = None, -1
-        due = every and self._version - max(self._saved, 0) >= every
-        if not (wait or due):
-            return
-        first = kept.optimizers[0] if kept.optimizers else None
-        self._save = save_checkpoint(
-            self._checkpoints,
-            model=kept.model,
-            optimizer=first,
-            step=self._version,
-            extra=kept.values(),
-            backend=self.backend,
-            async_save=not wait,
-        )
-        self._saved = self._version
+        return generations.bounds.size(size + there) > size
 
     def _finish(self) -> None:
         """Save the last checkpoint, and let all ranks end together."""
         while True:
             try:
-                self._save_checkpoint(wait=True)
+                self._checkpoints.save_now(self._version)
                 if self.backend.rank == 0 and self._site.store is not None:
                     self._site.store.write_note("end", str(self._version))
                 self._vote("the end")
                 break
             except LOSS as error:
-                self._form(self._culprits(error), str(error))
-        self._over = True
-        if self._generations is not None:
-            self._generations.newcomers.watch(wanted=False)
+                self._form(() if error.peer is None else (error.peer,), str(error))
+        self._stop()
 
     def _refuse(self, problem: str) -> NoReturn:
         raise MisuseError(f"rank {self.backend.rank}: Elastic: {problem}", rank=self.backend.rank)
@@ -619,7 +412,7 @@ class ElasticStep:
         return self._job.weight
 
     def __enter__(self) -> ElasticStep:
-        self._job.enter(self)
+        self._job.begin_block(self)
         self.state = "entered"
         return self
 
@@ -629,7 +422,7 @@ class ElasticStep:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        handled = self._job.leave_block(self, error)
+        handled = self._job.end_block(self, error)
         self.state = "over"
         self.done = self._job.done > self.number
         return handled

@@ -42,6 +42,10 @@ class Ended(Exception):  # noqa: N818 -- no error
     """The training has come to its end before this process came."""
 
 
+class Left(Exception):  # noqa: N818 -- no error
+    """This process is to leave, and there is no group that it would have to leave."""
+
+
 class Newcomers:
     """Rank 0's knowledge of the processes that want to join."""
 
@@ -99,14 +103,22 @@ class Generations:
 
     number, members   of the last generation on which it knows the decision
     entered           the generation whose group this process is in, or was in last
+    leaving           whether this process is to leave
     """
 
     def __init__(
-        self, site: Site, bounds: Bounds, kept: Sequence[str], *, wait: float, timeout: float
+        self,
+        site: Site,
+        bounds: Bounds,
+        kept: Sequence[str],
+        leaving: Callable[[], bool],
+        *,
+        wait: float,
+        timeout: float,
     ) -> None:
         self.number, self.members = 0, tuple[str, ...]()
         self.entered = 0
-        self.newcomers = Newcomers(site)
+        self.newcomers, self.leaving = Newcomers(site), leaving
         self._site, self.bounds, self._kept = site, bounds, tuple(kept)
         self._wait, self._timeout = wait, timeout
         self._slot: int | None = None
@@ -134,10 +146,14 @@ class Generations:
         gone   ranks of the last generation that it has lost
         lost   looks which of them are lost by now
 
-        Raises `Ended`; `MembershipError` if there are too few processes, or no store, for too long;
-        `DesyncError` if this newcomer keeps something else than the others.
+        Raises `Ended`; `Left` if this process is to leave, and would have to wait for others;
+        `MembershipError` if there are too few processes, or no store, for too long; `DesyncError`
+        if this newcomer keeps something else than the others.
         """
         site = self._site
+        if site.store is None:
+            self.number, self.members = self.number + 1, (site.process,)
+            return Decision(self.number, self.members, "")
         began = last_sign = site.now()
         parts, failure, lacking = tuple(held), "", Await()
         self._reports, self._unread = {}, range(len(self.members))
@@ -169,6 +185,8 @@ class Generations:
             decision = self._store.wait(look, _PIECE, longest)
             if decision is not None:
                 return decision
+            if self.leaving() and (failure or lacking.lacking or self._is_newcomer()):
+                raise Left
             if site.now() > (began if failure else last_sign) + self._wait:
                 raise MembershipError(self._who_is_missing(failure, lacking))
 
@@ -294,6 +312,8 @@ class Generations:
 
     def tell_kept(self) -> None:
         """Tell newcomers what is kept here: rank 0's part, once it is in a generation."""
+        if self._site.store is None:
+            return
         digest = xxh3_64_hexdigest("\n".join(self._kept).encode())
         self._store.write_note(f"kept/{digest}", *self._kept)
         self._store.write_note("kept", digest)

@@ -11,6 +11,7 @@ In the block of step N a rank comes to a version of the state, or is between two
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
@@ -31,6 +32,7 @@ from phalanx.errors import MisuseError, UnsupportedOperationError
 from phalanx.fsdp import FSDP
 from phalanx.optim import ShardedOptimizer
 from phalanx.parallel.local_sgd.periodic import PeriodicSync
+from phalanx.parallel.wrapper import Wrapper
 
 
 @runtime_checkable
@@ -42,6 +44,46 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: Any) -> object:
         """Go on from a state."""
+
+
+class Buffer:
+    """A module's buffer: as the generation began, and as the block did.
+
+    counts   whether it is part of the state, and not only put back
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.counts = name not in module._non_persistent_buffers_set
+        self._of, self._name = module._buffers, name
+        self._first = self._noted = self._now()
+        self._copy: Tensor | None = None
+
+    def note(self) -> None:
+        """Note it as it is, and copy it if it has moved since the last time."""
+        if self._copy is None or self._moved_from(self._noted):
+            self._noted = self._now()
+            self._copy = self._noted[0].detach().clone()
+
+    def put_back(self) -> None:
+        """Let it be as it was noted."""
+        tensor, seen = self._noted
+        self._of[self._name] = tensor
+        if self._copy is not None and tensor._version != seen:
+            with torch.no_grad():
+                tensor.copy_(self._copy)
+
+    def has_moved(self) -> bool:
+        """Return whether it has changed since the generation began."""
+        return self._moved_from(self._first)
+
+    def _moved_from(self, noted: tuple[Tensor, int]) -> bool:
+        tensor, version = self._now()
+        return tensor is not noted[0] or version != noted[1]
+
+    def _now(self) -> tuple[Tensor, int]:
+        tensor = self._of[self._name]  # another tensor may have taken its place
+        assert tensor is not None
+        return tensor, tensor._version
 
 
 class Kept:
@@ -56,9 +98,9 @@ class Kept:
         self._modules: dict[str, nn.Module] = {}
         self._optimizers: dict[str, Optimizer] = {}
         self._others: dict[str, Stateful] = {}
-        self._buffers: list[tuple[Tensor, int, Tensor]] = []  # with version counter and copy
-        self._first_buffers: list[tuple[Tensor, int]] = []  # of the generation's beginning
-        self._parameters: list[tuple[Tensor, int]] = []
+        self._parameters: list[tuple[Tensor, int]] = []  # with version counters
+        self._buffers: list[Buffer] = []
+        self._is_spread = False  # no rank has all, whatever buffers do
         self._noted: tuple[Json, list[Json]] | None = None
         self._begun_at: int | None = None  # the version of the block's start
         self._stepped_at = -1  # collectives that were over then; -1: no optimizer has stepped
@@ -85,12 +127,17 @@ class Kept:
                     f"load_state_dict; {type(each).__name__} has none"
                 )
 
-    @property
+    @cached_property
     def model(self) -> nn.Module:
-        """All kept modules as one."""
+        """All kept modules as one, when all are kept."""
         if len(self._modules) == 1:
             return next(iter(self._modules.values()))
         return nn.ModuleDict(self._modules)
+
+    @cached_property
+    def wrappers(self) -> list[Wrapper]:
+        """The wrappers of the modules."""
+        return list(wrappers_of(self.model).values())
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -107,7 +154,7 @@ class Kept:
         """The number of ranks is to be a multiple of this: of `hybrid`'s shard groups."""
         sizes = [
             wrapper.strategy.group_size or 1
-            for wrapper in wrappers_of(self.model).values()
+            for wrapper in self.wrappers
             if isinstance(wrapper, FSDP)
         ]
         return max(sizes, default=1)
@@ -137,9 +184,17 @@ class Kept:
         """Note the state with which a generation begins."""
         model, self.version, self._begun_at = self.model, version, None
         self._parameters = [(each, each._version) for each in model.parameters()]
-        self._first_buffers = [(each, each._version) for each in model.buffers()]
-        self._buffers, self._part = [], None
-        self._noted = self._values()
+        self._buffers = [
+            Buffer(module, name)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._part, self._noted = None, self._values()
+        own = any(each.compression or each.optimizers_apart for each in self.wrappers)
+        cut = any(each.all_slices()[1] is not None for each in self.wrappers)
+        sharded = any(isinstance(each, ShardedOptimizer) for each in self.optimizers)
+        self._is_spread = own or cut or sharded
 
     def begin_block(self) -> None:
         """Note the state before a step. `MisuseError` if it changed since the last one's end."""
@@ -151,20 +206,15 @@ class Kept:
                 "two blocks is part of no step, and lost when ranks go back to one: change it "
                 "inside of `with step:`"
             )
-        copies = {id(each): (seen, copy) for each, seen, copy in self._buffers}
-        self._buffers = []
-        for each, _ in self._first_buffers:
-            seen, copy = copies.get(id(each), (-1, each))
-            if seen != each._version:
-                copy = each.detach().clone()
-            self._buffers.append((each, each._version, copy))
+        for buffer in self._buffers:
+            buffer.note()
         self._begun_at, self._stepped_at = self.version, -1
 
     def end_block(self) -> bool:
         """Take the step as taken. Return whether a collective has followed an optimizer's step: a
         rank may then be lost while all others are between two versions.
         """
-        for wrapper in wrappers_of(self.model).values():
+        for wrapper in self.wrappers:
             if isinstance(wrapper, PeriodicSync) and wrapper.between_syncs:
                 self._refuse(
                     f"the block of step {self._begun_at} ended between two syncs of "
@@ -182,13 +232,11 @@ class Kept:
         if self.version != self._begun_at or self.version is None:
             return
         moved = any(each._version != seen for each, seen in self._parameters)
-        if moved or any(each.compression for each in wrappers_of(self.model).values()):
+        if moved or any(each.compression for each in self.wrappers):
             self.version = None
             return
-        with torch.no_grad():
-            for each, seen, copy in self._buffers:
-                if each._version != seen:
-                    each.copy_(copy)
+        for buffer in self._buffers:
+            buffer.put_back()
 
     def _steps(self, *_: object) -> None:
         """Note that an optimizer steps."""
@@ -207,19 +255,15 @@ class Kept:
 
     def is_whole(self, rank: int | None = None) -> bool:
         """Return whether a rank, by default each, has all that a checkpoint would have."""
-        moved = any(each._version != seen for each, seen in self._first_buffers)
-        wrappers = wrappers_of(self.model).values()
-        own = any(each.compression or each.optimizers_apart for each in wrappers)
-        cut = any(each.all_slices()[1] is not None for each in wrappers)
-        sharded = any(isinstance(each, ShardedOptimizer) for each in self.optimizers)
-        return not (own or cut or sharded or (moved and rank != 0))  # buffers: rank 0's count
+        moved = rank != 0 and any(each.counts and each.has_moved() for each in self._buffers)
+        return not (self._is_spread or moved)
 
     def part(self) -> Part:
         """Return what this rank writes of the state into a version."""
         tensors: list[object] = [*self.model.buffers()]
         for optimizer in self.optimizers:
             tensors += [value for of in optimizer.state.values() for value in of.values()]
-        own = any(each.own_state() for each in wrappers_of(self.model).values())
+        own = any(each.own_state() for each in self.wrappers)
         known = self._part
         same = known is not None and len(known[0]) == len(tensors) and not own
         if known is None or not same or any(a is not b for a, b in zip(known[0], tensors)):  # noqa: B905
@@ -251,7 +295,7 @@ class Kept:
 
     def regrouped(self) -> None:
         """Make anew what depends on ranks; gradients do not outlive a generation."""
-        for wrapper in wrappers_of(self.model).values():
+        for wrapper in self.wrappers:
             wrapper.regrouped()
         for optimizer in self.optimizers:
             if isinstance(optimizer, ShardedOptimizer):
@@ -280,11 +324,11 @@ class Kept:
             ]
             for optimizer in self.optimizers
         ]
-        return to_json(self.values(), "keep", keep), options  # type: ignore[return-value]
+        return to_json(self.values(), "keep", keep), options
 
     def _replicated(self, made: Holding) -> set[str]:
         """Return the names of tensors that all ranks hold whole, with the same values."""
-        model, wrappers = model_state(self.model), wrappers_of(self.model).values()
+        model, wrappers = model_state(self.model), self.wrappers
         cut = {
             id(parameter)
             for wrapper in wrappers

@@ -41,6 +41,16 @@ class Memory:
         """Give nothing in its place from now on, since the step changes it."""
         self._in_place.clear()
 
+    def end_block(self, version: int, *, followed: bool, due: bool) -> None:
+        """Keep this rank's part of the version after a step, if it is due and needed.
+
+        followed   whether a collective has followed an optimizer's step
+        """
+        alone = self._backend.world_size == 1
+        self.copies = not alone and (followed or not self._kept.is_whole())
+        if self.copies and due:
+            self.write(version)
+
     def write(self, version: int) -> None:
         """Keep this rank's part of a version."""
         self._versions[0].write(version, self._kept.part())
@@ -49,8 +59,9 @@ class Memory:
     def complete(self) -> None:
         """Forget the generations before: all ranks have the state of this one, and have kept it."""
         del self._in_place[:-1]
-        self._close(self._versions[1:])
-        del self._versions[1:]
+        here = 1 if self._backend.world_size > 1 else 0
+        self._close(self._versions[here:])
+        del self._versions[here:]
 
     def held(self, generation: int) -> list[HeldPart]:
         """Return the parts that this rank can give, as a step of this generation has left it."""
@@ -81,12 +92,14 @@ class Memory:
 
         first   whether the state as it was made is still to be had
         """
-        made = Versions(generation, self._backend, members, self._site.pause)
-        self._versions.insert(0, made)
+        if len(members) > 1:
+            made = Versions(generation, self._backend, members, self._site.pause)
+            self._versions.insert(0, made)
         self._kept.begin_generation(version)
         if not first:
             self._in_place.clear()
         self._add_in_place(version, generation)
+        self.copies &= len(members) > 1
         if self.copies:
             self.write(version)
 

@@ -13,6 +13,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from types import MappingProxyType
 
 from typing_extensions import override
@@ -78,8 +79,9 @@ class Site(ABC):
     def now(self) -> float:
         """Return the seconds of its clock."""
 
+    @abstractmethod
     def pause(self) -> None:
-        """Pass between two parts of a copy."""
+        """Come by between two parts of a copy: a simulated process may crash there."""
 
     @abstractmethod
     def watch(self, look: Callable[[JobStore], object]) -> Callable[[], None]:
@@ -152,6 +154,10 @@ class ProcessSite(Site):
         return time.monotonic()
 
     @override
+    def pause(self) -> None:
+        """Go on."""
+
+    @override
     def watch(self, look: Callable[[JobStore], object]) -> Callable[[], None]:
         over = threading.Event()
 
@@ -159,10 +165,8 @@ class ProcessSite(Site):
             assert self._open_store is not None
             store = self._open_store()
             while not over.wait(LOOK):
-                try:
+                with suppress(DistributedError, OSError):  # nobody waits for a store meanwhile
                     look(store)
-                except (DistributedError, OSError):
-                    pass  # nobody waits for a store while nothing fails
             store.store.close()
 
         if self._open_store is None:

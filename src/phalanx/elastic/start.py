@@ -12,9 +12,9 @@ from phalanx.elastic.site import ProcessSite, SimulatedSite, Site
 from phalanx.elastic.stores import open_store
 from phalanx.errors import MisuseError, UnsupportedOperationError
 from phalanx.launch.environment import ETCD, ElasticJob, read_elastic_environment, read_environment
+from phalanx.training.notice import NoticeSignals
 from phalanx.transport.simulated import SimulatedBackend
 from phalanx.transport.tcp.admission import find_token
-from phalanx.training.notice import NoticeSignals
 from phalanx.wire.control import Endpoint, parse_address
 
 ANY = 1 << 30

@@ -10,6 +10,12 @@ checkpoint. It has two files without a name for that, which the other ranks of i
 A version is overwritten by the one after the next, so by one whose step is voted on after all ranks
 have written the one in between. What all ranks hold, as with DDP, is written in equal parts; what
 one rank holds, as with a shard or a residual, is written whole by that one.
+
+On several hosts each rank sends its part to the next rank of another host, too, which has two files
+for it. Only residuals stay: they are lost with their host.
+
+    host a   rank 0: 0, and 3 as a guest    rank 1: 1
+    host b   rank 2: 2, and 0 and 1         rank 3: 3
 """
 
 from __future__ import annotations
@@ -20,16 +26,18 @@ import struct
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from phalanx.checkpoint.save_plan import RankDescription
 from phalanx.checkpoint.tensor_files import TensorShard
 from phalanx.collectives import all_gather_object, chunk_ranges
 from phalanx.core.backend import Backend
+from phalanx.core.work import Work
 from phalanx.elastic.membership import HeldPart
 from phalanx.elastic.moves import Holding
 from phalanx.wire.codec import DTYPES
@@ -58,11 +66,20 @@ class Piece(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one rank writes: a description for each optimizer, and the pieces that these list."""
+    """What one rank writes: a description for each optimizer, and the pieces that these list.
+
+    own   pieces of compressors and the like, which come last
+    """
 
     rank: int
     parts: list[RankDescription]
     pieces: list[Piece]
+    own: list[Piece]
+
+    def description(self, *, own: bool) -> bytes:
+        """Return it as bytes, with or without `own`."""
+        shards = [piece.shard for piece in self.own] if own else []
+        return msgspec.json.encode((self.rank, self.parts, shards))
 
 
 def part_of(holding: Holding, ranks: int, replicated: Collection[str]) -> Part:
@@ -70,20 +87,21 @@ def part_of(holding: Holding, ranks: int, replicated: Collection[str]) -> Part:
 
     replicated   the names of tensors that all ranks hold whole, with equal values
     """
-    parts, pieces = [], []
+    made = Part(holding.rank, [], [], [])
     for description, tensors in zip(holding.parts, holding.tensors, strict=True):
         chosen: list[Piece] = []
         for shard, tensor in tensors.items():
             begin, end = 0, shard.stop - shard.start
             if shard.name in replicated and shard.nbytes >= _WHOLE:
                 begin, end = chunk_ranges(end, ranks)[holding.rank]
-                shard = msgspec.structs.replace(shard, start=begin, stop=end)  # noqa: PLW2901
+                shard = replace(shard, start=begin, stop=end)  # noqa: PLW2901
             elif shard.kind == "model" and not shard.equal and holding.rank > 0:
                 continue  # a buffer: rank 0's is the checkpoint's
-            chosen.append(Piece(shard, tensor, begin, end))
-        parts.append(msgspec.structs.replace(description, held=[each.shard for each in chosen]))
-        pieces += chosen
-    return Part(holding.rank, parts, pieces)
+            own = shard.name.startswith("own/")
+            (made.own if own else chosen).append(Piece(shard, tensor, begin, end))
+        made.parts.append(replace(description, held=[each.shard for each in chosen]))
+        made.pieces.extend(chosen)
+    return made
 
 
 # ------------------------------------------------------------------------------
@@ -100,6 +118,7 @@ class VersionFile:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        self._memory: mmap.mmap | None = None
         self._written: Sequence[TensorShard] = ()
         self._views: list[Tensor] = []
 
@@ -116,78 +135,104 @@ class VersionFile:
         """Open one that another process has; OSError if that may not be."""
         return cls(os.open(f"/proc/{process}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
 
-    def version(self) -> tuple[int, int] | None:
-        """Return the version and generation that is whole in it, or None."""
+    def version(self) -> tuple[int, int]:
+        """Return the version that is whole in it, and its generation; -1 for none."""
         head = os.pread(self.fd, _HEAD.size, 0)
-        if len(head) < _HEAD.size or head == _INVALID:
-            return None
-        version, generation, *_ = _HEAD.unpack(head)
+        version, generation, *_ = _HEAD.unpack(head) if head else (-1, 0)
         return version, generation
 
-    def write(self, version: int, generation: int, part: Part, pause: Callable[[], object]) -> None:
+    def write(self, key: tuple[int, int], part: Part, pause: Callable[[], object]) -> None:
         """Write a version over the one before, which is gone then; call `pause` in between."""
-        os.pwrite(self.fd, _INVALID, 0)
-        described = msgspec.json.encode((part.rank, part.parts))
-        shards = [piece.shard for piece in part.pieces]
+        pieces = part.pieces + part.own
+        shards = [piece.shard for piece in pieces]
+        size = _size(shards)
+        self._begin(size)
         if self._written != shards:
-            self._make_room(shards)
+            self._views, self._written = list(_views(self._memory, shards)), shards
         pause()
-        for view, piece in zip(self._views, part.pieces, strict=True):
+        for view, piece in zip(self._views, pieces, strict=True):
             copy_bits(view, piece.values())
             pause()
-        size = _size(shards)
-        os.pwrite(self.fd, described, _TENSORS + size)
-        os.pwrite(self.fd, _HEAD.pack(version, generation, size, len(described)), 0)
+        self._end(key, size, part.description(own=True))
 
     def read(self) -> Holding:
         """Return the version that is whole in it; its memory stays while the tensors are used."""
         _, _, size, length = _HEAD.unpack(os.pread(self.fd, _HEAD.size, 0))
         told = os.pread(self.fd, length, _TENSORS + size)
-        rank, parts = msgspec.json.decode(told, type=learned(tuple[int, list[RankDescription]]))
-        views = self._map(size, [shard for part in parts for shard in part.held], mmap.ACCESS_COPY)
-        return Holding(rank, parts, [{each: next(views) for each in part.held} for part in parts])
+        rank, parts, own = msgspec.json.decode(told, type=learned(_Described))
+        memory = mmap.mmap(self.fd, _TENSORS + size, access=mmap.ACCESS_COPY)
+        views = _views(memory, [*(shard for part in parts for shard in part.held), *own])
+        tensors = [{shard: next(views) for shard in part.held} for part in parts]
+        tensors[0].update(zip(own, views, strict=True))
+        parts[0].held += own
+        return Holding(rank, parts, tensors)
 
     def close(self) -> None:
         """Close it; the memory is free when nobody has it open, or maps it."""
         self._views.clear()
+        self._memory = None
         if self.fd >= 0:
             os.close(self.fd)
         self.fd = -1
 
-    def _make_room(self, shards: Sequence[TensorShard]) -> None:
-        self._views.clear()
-        os.ftruncate(self.fd, _TENSORS + _size(shards))
-        self._views = list(self._map(_size(shards), shards, mmap.ACCESS_WRITE))
-        self._written = shards
+    # Over to another host ---------------------------------------------------------------------
 
-    def _map(self, size: int, shards: Sequence[TensorShard], access: int) -> Iterator[Tensor]:
-        memory = mmap.mmap(self.fd, _TENSORS + size, access=access)
-        for shard, at in zip(shards, _places(shards), strict=True):
-            dtype, count = DTYPES[shard.dtype], shard.stop - shard.start
-            yield (
-                torch.frombuffer(memory, dtype=dtype, count=count, offset=_TENSORS + at)
-                if count
-                else torch.empty(0, dtype=dtype)
-            )
+    def begin_receive(self, size: int) -> memoryview:
+        """Return the memory for so many bytes of tensors, which are another rank's."""
+        self._begin(size)
+        assert self._memory is not None
+        return memoryview(self._memory)[_TENSORS : _TENSORS + size]
+
+    def end_receive(self, key: tuple[int, int], size: int, description: bytes) -> None:
+        """Take the version as whole."""
+        self._end(key, size, description)
+
+    def tensors(self, size: int) -> memoryview:
+        """Return the first bytes of the tensors, to send."""
+        assert self._memory is not None
+        return memoryview(self._memory)[_TENSORS : _TENSORS + size]
+
+    def _begin(self, size: int) -> None:
+        os.pwrite(self.fd, _INVALID, 0)
+        if self._memory is None or len(self._memory) < _TENSORS + size:
+            self._views, self._written = [], ()
+            os.ftruncate(self.fd, _TENSORS + size)
+            self._memory = mmap.mmap(self.fd, _TENSORS + size)
+
+    def _end(self, key: tuple[int, int], size: int, description: bytes) -> None:
+        os.pwrite(self.fd, description, _TENSORS + size)
+        os.pwrite(self.fd, _HEAD.pack(*key, size, len(description)), 0)
 
 
-def _places(shards: Sequence[TensorShard]) -> Iterator[int]:
-    at = 0
+_Described = tuple[int, list[RankDescription], list[TensorShard]]
+
+
+def _views(memory: mmap.mmap | None, shards: Sequence[TensorShard]) -> Iterator[Tensor]:
+    """Yield the tensors in a version's memory, flat."""
+    at = _TENSORS
     for shard in shards:
-        yield at
-        at += -(-shard.nbytes // _ALIGNED) * _ALIGNED
+        dtype, count = DTYPES[shard.dtype], shard.stop - shard.start
+        yield (
+            torch.frombuffer(memory, dtype=dtype, count=count, offset=at)
+            if count
+            else torch.empty(0, dtype=dtype)
+        )
+        at += _size([shard])
 
 
 def _size(shards: Sequence[TensorShard]) -> int:
+    """Return the bytes that they take together, aligned."""
     return sum(-(-shard.nbytes // _ALIGNED) * _ALIGNED for shard in shards)
 
 
 # ------------------------------------------------------------------------------
 # The versions of a generation
 
+Files = tuple[VersionFile, VersionFile]
+
 
 class Versions:
-    """This rank's versions in one generation, and those of the other ranks of its host.
+    """This rank's versions in one generation, and those that its host has of other ranks.
 
     members   the processes of the generation, by rank
     """
@@ -202,60 +247,100 @@ class Versions:
         """Exchange with all ranks where the files are."""
         self.generation, self.members = generation, tuple(members)
         self._rank, self._hosts, self._pause = backend.rank, backend.topology, pause
-        self._files = {self._rank: [VersionFile.create(), VersionFile.create()]}
-        own = os.getpid(), *(file.fd for file in self._files[self._rank])
+        self._apart = backend.subgroup(range(backend.world_size))  # no message of the program's
+        mine = [rank for rank in range(len(members)) if self._guest_of(rank) == self._rank]
+        self._mine = {rank: _create() for rank in (self._rank, *mine)}
+        self._files: dict[tuple[int, int], Files] = {  # by the rank that has them, and whose it is
+            (self._rank, owner): files for owner, files in self._mine.items()
+        }
+        own = (
+            os.getpid(),
+            {owner: tuple(f.fd for f in files) for owner, files in self._mine.items()},
+        )
         try:
-            self._told: list[Sequence[int]] = list(all_gather_object(own, backend))  # type: ignore[arg-type]
+            told: list[Any] = all_gather_object(own, self._apart)
         except BaseException:
             self.close()
             raise
-        here = self._hosts[self._rank]
-        for rank, (process, *descriptors) in enumerate(self._told):
-            if rank != self._rank and self._hosts[rank] == here:
-                with suppress(OSError):  # another user's, or no Linux: its versions go with it
-                    self._files[rank] = [VersionFile.open_of(process, fd) for fd in descriptors]
+        for rank, (process, descriptors) in enumerate(told):
+            if rank != self._rank and self._hosts[rank] == self._hosts[self._rank]:
+                for owner, (first, second) in descriptors.items():
+                    with suppress(OSError):  # another user's, or no Linux: they go with it
+                        files = (
+                            VersionFile.open_of(process, first),
+                            VersionFile.open_of(process, second),
+                        )
+                        self._files[rank, owner] = files
 
     def write(self, version: int, part: Part) -> None:
-        """Write a version over the older of the two."""
-        first, second = self._files[self._rank]
-        known = first.version(), second.version()
-        older = second if known[0] and (known[1] is None or known[0] > known[1]) else first
-        if known[0] is None:
-            older = first
-        older.write(version, self.generation, part, self._pause)
+        """Write a version over the older of the two, here and on another host; blocks for that."""
+        key, file = (version, self.generation), _older(self._mine[self._rank])
+        file.write(key, part, self._pause)
+        to = self._guest_of(self._rank)
+        guests = {
+            owner: _older(files) for owner, files in self._mine.items() if owner != self._rank
+        }
+        works: list[Work[Any]] = []
+        heads = {owner: memoryview(bytearray(16)) for owner in guests}
+        if to is not None:
+            size = _size([piece.shard for piece in part.pieces])
+            told = part.description(own=False)
+            head = struct.pack("<qq", size, len(told))
+            works += [
+                self._apart.isend(each, to) for each in (head, told, file.tensors(size)) if each
+            ]
+        for owner, theirs in heads.items():
+            self._apart.recv(theirs, owner)
+        for owner, guest in guests.items():
+            size, length = struct.unpack("<qq", heads[owner])
+            described, memory = bytearray(length), guest.begin_receive(size)
+            self._apart.recv(described, owner)
+            if size:
+                self._apart.recv(memory, owner)
+            guest.end_receive(key, size, bytes(described))
+        for work in works:
+            work.wait()
 
     def held(self) -> list[HeldPart]:
         """Return the parts that this rank can read."""
         return [
-            HeldPart(version[0], self.generation, rank, len(self.members))
-            for rank, files in self._files.items()
-            for version in (file.version() for file in files)
-            if version is not None
+            HeldPart(version, self.generation, owner, len(self.members))
+            for (_, owner), files in self._files.items()
+            for version, _ in (file.version() for file in files)
+            if version >= 0
         ]
 
     def give(self, version: int, living: Sequence[str]) -> list[Holding]:
-        """Return the parts of a version that this rank gives: its own, and of those of its host
-        whose process is not one of the `living` if it is the first of these there.
+        """Return the parts of a version that this rank gives: its own, and for each process that
+        is none of the `living`, its part, if it is the first of these that has it.
         """
         given = []
-        for rank, files in self._files.items():
-            if self._giver(rank, living) != self._rank:
-                continue
-            for file in files:
+        for owner in range(len(self.members)):
+            place = self._giver(owner, living)
+            for file in self._files.get((place[1], owner), ()) if place[0] == self._rank else ():
                 if file.version() == (version, self.generation):
                     given.append(file.read())
                     break
         return given
 
-    def _giver(self, owner: int, living: Sequence[str]) -> int | None:
-        if self.members[owner] in living:
-            return owner
-        there = [
-            rank
-            for rank, member in enumerate(self.members)
-            if member in living and self._hosts[rank] == self._hosts[owner]
-        ]
-        return min(there, default=None, key=lambda rank: living.index(self.members[rank]))
+    def _giver(self, owner: int, living: Sequence[str]) -> tuple[int, int]:
+        """Return the rank that gives an owner's part, and the rank whose files it reads."""
+        guest = self._guest_of(owner)
+        for holder in (owner,) if guest is None else (owner, guest):
+            there = [
+                rank
+                for rank, member in enumerate(self.members)
+                if member in living and self._hosts[rank] == self._hosts[holder]
+            ]
+            if there:
+                return (holder if holder in there else min(there)), holder
+        return -1, -1
+
+    def _guest_of(self, rank: int) -> int | None:
+        """Return the next rank of another host, which has a rank's versions, too."""
+        size = len(self.members)
+        after = [(rank + distance) % size for distance in range(1, size)]
+        return next((each for each in after if self._hosts[each] != self._hosts[rank]), None)
 
     def close(self) -> None:
         """Close all files; the memory of tensors that were read stays while they are used."""
@@ -263,3 +348,12 @@ class Versions:
             for file in files:
                 file.close()
         self._files.clear()
+        self._apart.close()
+
+
+def _create() -> Files:
+    return VersionFile.create(), VersionFile.create()
+
+
+def _older(files: Files) -> VersionFile:
+    return min(files, key=lambda file: file.version())

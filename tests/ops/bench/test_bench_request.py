@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import pytest
 
 from phalanx.collectives.schedules import COLLECTIVES
 from phalanx.errors import BackendUnavailableError, InvalidWorldSizeError, MisuseError
+from phalanx.ops.bench.peaks import lacks_peaks
 from phalanx.ops.bench.peers import MACHINE, PEERS
 from phalanx.ops.bench.request import (
     make_request,
@@ -102,14 +104,18 @@ def test_a_word_that_means_nothing_is_named_with_those_that_do(
         make_request(given.pop("operations"), **given)  # type: ignore[arg-type]
 
 
+@pytest.mark.skipif(bool(lacks_peaks()), reason="no peaks of memory here")
 def test_peaks_are_refused_where_they_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, *_: object) -> NoReturn:
+        raise FileNotFoundError(path)
+
     def request_peaks() -> None:
         assert make_request(["ddp", "fsdp"], backends="tcp", sizes="8", peaks=True).peaks
 
-    monkeypatch.setattr("phalanx.ops.bench.request.lacks_peaks", lambda: "no Linux")
-    with pytest.raises(MisuseError, match="--peaks: no Linux"):
-        request_peaks()
-    monkeypatch.setattr("phalanx.ops.bench.request.lacks_peaks", lambda: "")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(Path, "write_text", refuse)
+        with pytest.raises(MisuseError, match=r"--peaks: .* of Linux: FileNotFoundError"):
+            request_peaks()
     request_peaks()
     job = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in job.items():

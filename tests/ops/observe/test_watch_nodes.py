@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from ports import unused_port
+from typing_extensions import override
 
 from phalanx.errors import AuthenticationError, BackendUnavailableError
 from phalanx.launch.nodes import Nodes
@@ -162,8 +163,10 @@ def watcher(endpoint: Endpoint, token: str = TOKEN) -> RemoteNode:
 
 
 @contextmanager
-def served(folder: WatchFolder) -> Iterator[WatchServer]:
-    server = WatchServer(folder, socket.create_server(("127.0.0.1", 0)), TOKEN.encode())
+def served(
+    folder: WatchFolder, kind: Callable[..., WatchServer] = WatchServer
+) -> Iterator[WatchServer]:
+    server = kind(folder, socket.create_server(("127.0.0.1", 0)), TOKEN.encode())
     yield server
     server.close()
 
@@ -203,15 +206,15 @@ def test_one_watcher_too_many_is_told_why_and_comes_in_when_another_has_left(
 @pytest.mark.parametrize(
     "said", [b"{}\n", b"[" * 100_000 + b"\n", b"\xff\n", b"x" * (3 * MOST_BYTES)]
 )
-def test_a_node_that_says_no_state_is_hung_up_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes
-) -> None:
-    def talk(server: WatchServer, sock: socket.socket) -> None:
-        with sock, suppress(OSError):
-            sock.sendall(said)
+def test_a_node_that_says_no_state_is_hung_up_on(tmp_path: Path, said: bytes) -> None:
+    class Talks(WatchServer):
+        @override
+        def link_opened(self, peer: int, sock: socket.socket, surplus: bytes) -> None:
+            sock.settimeout(PATIENCE)
+            with sock, suppress(OSError):
+                sock.sendall(said)
 
-    monkeypatch.setattr(WatchServer, "_serve", talk)
-    with served(WatchFolder(tmp_path)) as server:
+    with served(WatchFolder(tmp_path), Talks) as server:
         node = watcher(server.endpoint)
     assert node.latest is None
     assert node.problem.startswith(("it says what is no state", "it has closed the connection"))
