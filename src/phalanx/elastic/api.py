@@ -34,27 +34,12 @@ _NOTICED, _LEAVING, _COMING = 1, 1 << 20, 1 << 40  # in a vote's sum: how many r
 
 
 class Elastic:
-    """A job whose ranks die, leave and arrive, in the place of `init()`. Returns at once.
-
-        job = phalanx.Elastic(min_ranks=2)
-        model = phalanx.DDP(Model(), job.backend)
-        optimizer = torch.optim.AdamW(model.parameters())
-        batches = job.loader(dataset, batch_size=256)
-        job.keep(model=model, optimizer=optimizer)
-        for step in job.steps(10_000):
-            with step:                                      # counts on all ranks, or on none
-                inputs, targets = batches.take()
-                loss = criterion(model(inputs), targets)
-                optimizer.zero_grad()
-                (loss * step.weight).backward()
-                optimizer.step()
-            if step.done:                                   # else the same step comes again
-                job.backend.print(step.number, loss.item())
+    """A job whose ranks die, leave and arrive while the others train on, in the place of `init()`.
 
     When a rank is lost, the others keep their processes, form the next *generation* of the group,
     and go on. What it begins with is, bit for bit, what a checkpoint saved after the last step that
-    counts would give when loaded on its ranks; it comes out of their memories. `docs/elastic.md`
-    has the protocol, its costs, and recipes.
+    counts would give when loaded on its ranks; it comes out of their memories. The constructor
+    returns at once, and `backend` is a world of one until `steps`. Guide: `docs/elastic.md`.
 
     backend     "tcp", "shm", "hybrid", or "auto": memory inside a host, TCP between. Under
                 `phalanx.simulate` the backend that the function is given
@@ -72,6 +57,22 @@ class Elastic:
     store       "etcd://host:port,...", the address of a launcher's store, or an object with torch's
                 `get`, `set`, `check` and `compare_set`; by default PHALANX_STORE. Processes that
                 nobody has started as a job train alone
+
+    # Notes
+        job = phalanx.Elastic(min_ranks=2)
+        model = phalanx.DDP(Model(), job.backend)
+        optimizer = torch.optim.AdamW(model.parameters())
+        batches = job.loader(dataset, batch_size=256)
+        job.keep(model=model, optimizer=optimizer)
+        for step in job.steps(10_000):
+            with step:                                      # counts on all ranks, or on none
+                inputs, targets = batches.take()
+                loss = criterion(model(inputs), targets)
+                optimizer.zero_grad()
+                (loss * step.weight).backward()
+                optimizer.step()
+            if step.done:                                   # else the same step comes again
+                job.backend.print(step.number, loss.item())
 
     # In a block
     All that the ranks send each other belongs into a block; so does all that changes what is kept.
