@@ -238,7 +238,7 @@ BETWEEN_PARTS = set(
     check_rank check_peer check_movable
     attach deal other_parts before_step after_step after_skip passes answer begin_answers end_join
     leaves communicating needs means named_parameters named_buffers slices all_slices writing
-    own_state load_own_state regrouped check_regroupable between_syncs
+    own_state load_own_state regrouped check_regroupable between_syncs begin_block end_block weight
     """.split()  # noqa: SIM905 - a line for each kind
 )
 EXAMPLES = [
@@ -314,7 +314,9 @@ def test_the_first_page_of_the_reference_links_to_every_public_name(name: str) -
     assert f"::: phalanx.{name}\n" in PAGES[f"docs/reference/{page}"]
 
 
-@pytest.mark.parametrize("name", ["Backend", "DDP", "FSDP", "LocalSGD", "DiLoCo", "Pipeline"])
+@pytest.mark.parametrize(
+    "name", ["Backend", "DDP", "FSDP", "LocalSGD", "DiLoCo", "Pipeline", "Elastic"]
+)
 def test_the_reference_shows_the_methods_that_users_call(name: str) -> None:
     """A new method is shown, or it is one of those that only other parts of Phalanx call."""
     (listed,) = re.findall(r"members: \[(.*?)\]", ENTRIES[f"phalanx.{name}"], re.DOTALL)

@@ -35,11 +35,12 @@ _NOTICED, _LEAVING, _COMING, _UNCUTTABLE = 1, 1 << 20, 1 << 40, 1 << 42
 
 
 class Elastic:
-    """A job whose ranks die, leave and arrive, in the place of `init()`. Returns at once.
+    """A job whose ranks die, leave and arrive while the others train on, in the place of `init()`.
 
     When a rank is lost, the others keep their processes, form the next *generation* of the group,
     and go on. What it begins with is, bit for bit, what a checkpoint saved after the last step that
-    counts would give when loaded on its ranks; it comes out of their memories.
+    counts would give when loaded on its ranks; it comes out of their memories. The constructor
+    returns at once, and `backend` is a world of one until `steps`. Guide: `docs/elastic.md`.
 
     backend     "tcp", "shm", "hybrid", or "auto": memory inside a host, TCP between. Under
                 `phalanx.simulate` the backend that the function is given
@@ -58,8 +59,7 @@ class Elastic:
                 `get`, `set`, `check` and `compare_set`; by default PHALANX_STORE. Processes that
                 nobody has started as a job train alone
 
-    # Use
-
+    # Notes
         job = phalanx.Elastic(min_ranks=2)
         model = phalanx.DDP(Model(), job.backend)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -75,7 +75,7 @@ class Elastic:
             if step.done:                                   # else the same step comes again
                 job.backend.print(step.number, loss.item())
 
-    # Notes
+    # In a block
     All that the ranks send each other belongs into a block; so does all that changes what is kept.
     An exception of the block ends the job on this rank alone, and the others go on without it.
 
