@@ -22,7 +22,7 @@ from elastic_script import (
     Way,
     filled,
     loss_of,
-    number_of,
+    oracle,
     script,
     train,
     wrapped,
@@ -259,3 +259,172 @@ def test_the_end_is_that_of_checkpoints_whatever_is_combined(name: str) -> None:
         for turn in crash_turns(turns[process])[process % 2 :: 1 if LONG else 2]:
             run, _ = train(way, 3, {process: turn})
             assert run.ends.keys() == {0, 1, 2} - {process}
+
+
+# ------------------------------------------------------------------------------
+# Ranks come and go
+
+
+@pytest.mark.parametrize("crashed", range(4))
+def test_strategies_of_groups_have_whole_groups_and_the_others_stand_by(crashed: int) -> None:
+    run, turns = train(HYBRID, 5)
+    assert run.generations == {1: (0, 4)}
+    assert set(run.left.values()) == {0}  # one comes after the end
+    process = next(process for process, end in run.ends.items() if end.rank == crashed)
+    run, _ = train(HYBRID, 5, {process: turns[process] * 7 // 8})
+    sizes = [size for _, size in run.generations.values()]
+    assert sizes == ([4, 4] if crashed else [4, 2, 4])  # rank 0 alone knows who stands by
+    assert len(run.ends) == 4
+
+
+@pytest.mark.parametrize(("name", "every"), [("full_shard", 3), ("full_shard", 10), ("top_k", 2)])
+def test_steps_since_the_last_copy_are_taken_again(name: str, every: int) -> None:
+    way, again = WAYS[name], 0
+    _, turns = train(way, 3, steps=6, copy_every=every)
+    for turn in range(turns[1] // 3, turns[1], 1 if LONG else turns[1] // 8):
+        run, _ = train(way, 3, {1: turn}, steps=6, copy_every=every, redone=True)
+        for end in run.ends.values():
+            redone = [number for number in end.counted if end.counted.count(number) > 1]
+            assert sorted(set(end.counted)) == list(range(6))
+            assert len(redone) // 2 == end.redone == end.job.history[-1].redone < every
+            again += end.redone
+    assert again
+
+
+@pytest.mark.parametrize("name", ["ddp", "full_shard", "top_k", "diloco"])
+def test_who_arrives_joins_with_the_state_of_the_others(name: str) -> None:
+    _, turns = train(WAYS[name], 2, most=3)
+    run, _ = train(WAYS[name], 2, arrivals=[sum(turns) * 2 // 3])
+    first, *_, last = run.ends[0].job.history
+    assert (first.world_size, first.joined) == (2, (0, 1))
+    assert (last.world_size, last.joined, last.lost, last.redone) == (3, (2,), (), 0)
+    assert 0 < last.first_step <= STEPS
+    assert run.ends[2].counted == list(range(last.first_step, STEPS))
+    assert run.ends[2].job.generation == last.number == run.ends[2].job.history[0].number
+
+
+def test_who_comes_after_the_end_ends_with_exit_code_0() -> None:
+    codes = set()
+    for turn in range(0, 400, 40):
+        run, _ = train(WAYS["ddp"], 2, arrivals=[turn])
+        codes |= set(run.left.values())
+    assert codes == {0}
+
+
+def test_a_rank_that_waits_takes_the_place_of_one_that_is_lost() -> None:
+    _, turns = train(WAYS["full_shard"], 3, most=2)
+    run, _ = train(WAYS["full_shard"], 3, {1: turns[1] * 2 // 3}, most=2)
+    assert run.ends.keys() == {0, 2}
+    assert [size for _, size in run.generations.values()] == [2, 2]
+
+
+def leaves(who: Callable[[int], bool], step: int) -> Callable[[Elastic, int], None]:
+    """Return what lets these processes leave after a step."""
+
+    def after(job: Elastic, process: int) -> None:
+        if who(process) and job.done == step:
+            job.leave()
+
+    return after
+
+
+@pytest.mark.parametrize("leaver", [0, 2])
+@pytest.mark.parametrize("name", ["ddp", "full_shard", "top_k", "local_sgd"])
+def test_who_leaves_is_not_missed(name: str, leaver: int) -> None:
+    after = leaves(lambda process: process == leaver, 1)
+    run, _ = train(WAYS[name], 3, after=after, copy_every=10)
+    assert run.left == {leaver: 75}
+    assert [end.counted for end in run.ends.values()] == [list(range(STEPS))] * 2
+    assert [end.redone for end in run.ends.values()] == [0, 0]
+    _, second = run.ends[1].job.history
+    assert (second.lost, second.first_step) == (
+        (leaver,),
+        3 if name != "ddp" else second.first_step,
+    )
+
+
+class Dropped(Model):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(inputs, 0.5))
+
+
+def dropped(backend: Backend) -> Training:
+    return with_adam(DDP(Dropped(), backend), stepped)
+
+
+def test_a_crash_and_a_notice_before_the_same_step_come_to_the_same_end() -> None:
+    """Also where steps draw at random: random states begin anew in each generation."""
+    ends: dict[object, list[Tensor]] = {}
+    way, runs = Way(dropped), 0
+
+    def compare(run: Run) -> None:
+        nonlocal runs
+        generations = tuple(run.generations[number] for number in sorted(run.generations))
+        for end in run.ends.values():
+            same = ends.setdefault((generations, end.rank), end.tensors)
+            assert all(map(torch.equal, same, end.tensors)), generations
+        runs += 1
+
+    def without_oracle(crashes: Mapping[int, int], **options: Any) -> list[int]:
+        run = Run()
+        turns = phalanx.simulate(script(way, 3, run, **options), 3, crashes=crashes).turns
+        compare(run)
+        return turns
+
+    turns = without_oracle({})[2]
+    for step in range(STEPS):
+        without_oracle({}, after=leaves(lambda process: process == 2, step))
+    for turn in range(turns // 4, turns, 1 if LONG else 4):
+        without_oracle({2: turn})
+    assert 3 * runs > len(ends) > 3 * STEPS
+
+
+# ------------------------------------------------------------------------------
+# Checkpoints
+
+
+@pytest.mark.parametrize("name", ["ddp", "full_shard"])
+def test_a_job_that_has_ended_whole_goes_on_from_its_newest_checkpoint(
+    name: str, tmp_path: Path
+) -> None:
+    way, options = WAYS[name], {"checkpoints": tmp_path, "checkpoint_every": 2}
+    everyone = leaves(lambda process: True, 2)
+    run, _ = train(way, 3, steps=6, after=everyone, **options)
+    assert run.left == {0: 75, 1: 75, 2: 75}
+    assert run.generations == {1: (0, 3)}
+
+    second = Run()
+    phalanx.simulate(script(way, 3, second, steps=6, **options), 3)
+    assert second.generations == {1: (3, 3)}
+    for end in second.ends.values():
+        assert end.counted == [3, 4, 5]
+        assert all(map(torch.equal, end.tensors, oracle(way, ((0, 3), (3, 3)), 6)[end.rank]))
+
+    third = Run()
+    phalanx.simulate(script(way, 2, third, steps=6, **options), 2)
+    assert [end.counted for end in third.ends.values()] == [[], []]
+
+
+def test_checkpoints_are_saved_while_ranks_crash(tmp_path: Path) -> None:
+    way = WAYS["full_shard"]
+    options = {"steps": 5, "checkpoint_every": 1}
+    _, turns = train(way, 3, checkpoints=tmp_path / "whole", **options)
+    for turn in range(turns[1] // 4, turns[1], 1 if LONG else turns[1] // 8):
+        folder = tmp_path / str(turn)
+        run, _ = train(way, 3, {1: turn}, checkpoints=folder, **options)
+        assert run.ends.keys() == {0, 2}
+        newest = phalanx.latest_checkpoint(folder)
+        assert newest is not None
+        model = Model()
+        assert phalanx.load_checkpoint(newest, model=model).step == 5
+
+
+def test_if_no_version_is_complete_the_newest_checkpoint_counts(tmp_path: Path) -> None:
+    """Two ranks of one group are gone before the others had kept what they alone had."""
+    way = WAYS["full_shard"]
+    options: dict[str, Any] = {"steps": 5, "copy_every": 2, "checkpoint_every": 2}
+    _, turns = train(way, 4, checkpoints=tmp_path / "whole", **options)
+    crashes = {1: turns[1] * 3 // 4, 2: turns[2] * 3 // 4}
+    run, _ = train(way, 4, crashes, checkpoints=tmp_path / "crashed", redone=True, **options)
+    assert run.ends.keys() == {0, 3}
+    assert all(sorted(set(end.counted)) == list(range(5)) for end in run.ends.values())
