@@ -85,6 +85,28 @@ class Buffer:
         return tensor, tensor._version
 
 
+class Flags:
+    """What a block may have left otherwise than it found it: `training` of the modules, and
+    `requires_grad` of the parameters. No checkpoint has them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules, self._parameters = list(model.modules()), list(model.parameters())
+        self.note()
+
+    def note(self) -> None:
+        """Note them as they are."""
+        self._training = [each.training for each in self._modules]
+        self._required = [each.requires_grad for each in self._parameters]
+
+    def put_back(self) -> None:
+        """Let them be as they were noted."""
+        for module, training in zip(self._modules, self._training, strict=True):
+            module.training = training
+        for parameter, required in zip(self._parameters, self._required, strict=True):
+            parameter.requires_grad = required
+
+
 class Kept:
     """The kept objects of one rank.
 
@@ -101,6 +123,7 @@ class Kept:
         self._others: dict[str, Stateful] = {}
         self._parameters: list[tuple[Tensor, int]] = []  # with version counters
         self._buffers: list[Buffer] = []
+        self._flags = Flags(nn.Module())
         self._is_spread = False  # no rank has all, whatever buffers do
         self._noted: tuple[Json, list[Json]] | None = None
         self._begun_at: int | None = None  # the version of the block's start
@@ -191,6 +214,7 @@ class Kept:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+        self._flags = Flags(model)
         self._part, self._noted = None, self._values()
         own = any(each.compression or each.optimizers_apart for each in self.wrappers)
         cut = any(each.all_slices()[1] is not None for each in self.wrappers)
@@ -207,6 +231,7 @@ class Kept:
                 "two blocks is part of no step, and lost when ranks go back to one: change it "
                 "inside of `with step:`"
             )
+        self._flags.note()
         for buffer in self._buffers:
             buffer.note()
         self._begun_at, self._stepped_at = self.version, -1
@@ -230,6 +255,8 @@ class Kept:
 
     def undo_block(self) -> None:
         """Go back to the block's start if no optimizer has stepped; else the version is None."""
+        if self._begun_at is not None:
+            self._flags.put_back()
         if self.version != self._begun_at or self.version is None:
             return
         moved = any(each._version != seen for each, seen in self._parameters)
