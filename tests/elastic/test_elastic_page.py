@@ -27,7 +27,8 @@ def of_kubernetes() -> list[str]:
 
 def of_slurm() -> list[str]:
     (script,) = blocks("bash", PAGE)
-    (line,) = (x for x in script.replace("\\\n", " ").splitlines() if x.startswith("srun "))
+    script = script.replace("\\\n", " ").replace("$SLURM_ARRAY_JOB_ID", "812")
+    (line,) = (line for line in script.splitlines() if line.startswith("srun "))
     return shlex.split(line)[1:]
 
 
