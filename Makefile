@@ -45,6 +45,9 @@
 #   make two-hosts algorithms side by side between two hosts, and torch's wrappers; needs root
 #   make links     how much of a link of 1 and 10 Gbit/s ranks use, beside Gloo; needs root
 #   make attack    strangers at every door of a job, hostile files, forks, signals: all that is refused
+#   make elastic   elastic jobs whose ranks are killed, stopped, told to leave, replaced: how soon the
+#                  others go on, and what it costs them; 45 minutes, ARGS="--only kill --count 0.1"
+#   make soak      an elastic job with mixed faults: steps, memory, descriptors; half an hour
 #   make kill-saves checkpoints whose save is killed, or whose disk is full
 #   make notices   ranks told to leave at random moments: one checkpoint, exit code 75, and the run that
 #                  goes on comes to the weights of one that was never interrupted
@@ -107,7 +110,7 @@ OTHERS ?= accelerate deepspeed torchft hivemind
 DEBIAN := slurmctld slurmd slurm-client chromium
 
 .PHONY: demo test test-quick test-torch-next test-clients recipes lint docs format bench stress exact blame torch-blame bad-days fuzz flood attack \
-	wide two-hosts links kill-saves notices combinations fence mutants agreement torch device loss-against-bytes slow-link pipeline-bubble thresholds numbers beside gate \
+	wide two-hosts links kill-saves notices combinations fence mutants elastic soak agreement torch device loss-against-bytes slow-link pipeline-bubble thresholds numbers beside gate \
 	main-path clean
 
 demo: $(READY)
@@ -187,6 +190,12 @@ two-hosts: $(READY)
 
 links: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/links.py $(ARGS)
+
+elastic: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/elastic.py $(ARGS)
+
+soak: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/elastic_soak.py $(ARGS)
 
 kill-saves: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/scripts/kill_saves.py $(ARGS)

@@ -50,14 +50,14 @@ WITH_DDP = {
 }
 
 BUDGETS = {  # of each package: lines, files
-    ".": (930, 7),  # the package's own files
+    ".": (938, 7),  # the package's own files
     "aggregation": (1_817, 7),
-    "checkpoint": (3_613, 14),
+    "checkpoint": (3_617, 14),
     "cli": (1_057, 6),
     "collectives": (5_202, 24),
     "compression": (1_761, 7),
     "core": (5_564, 21),
-    "elastic": (1_130, 5),
+    "elastic": (3_448, 14),
     "fsdp": (2_873, 10),
     "launch": (4_743, 22),
     "native": (2_307, 8),
@@ -67,11 +67,11 @@ BUDGETS = {  # of each package: lines, files
     "ops.interop": (905, 4),
     "ops.observe": (3_753, 18),
     "optim": (428, 3),
-    "parallel": (5_125, 23),
+    "parallel": (5_144, 23),
     "pipeline": (2_102, 8),
     "tensor": (1_682, 9),
     "torch_backend": (1_858, 9),
-    "training": (1_559, 8),
+    "training": (1_594, 8),
     "transport": (1_046, 6),  # without its packages
     "transport.shm": (1_603, 9),
     "transport.tcp": (3_697, 13),

@@ -13,13 +13,13 @@ from torch import nn
 import phalanx
 from phalanx import FSDP, Backend, ErrorFeedback, TopK
 from phalanx.elastic.moves import Holding, holding
-from phalanx.elastic.versions import Part, VersionFile, Versions, part_of
+from phalanx.elastic.versions import KeptPart, VersionFile, Versions, part_of
 
 SIZE, HOSTS = 4, (0, 0, 0, 1)
 MEMBERS = [f"p{rank}" for rank in range(SIZE)]
 
 
-def part(backend: Backend, value: float = 1.0, *, residuals: bool = False) -> Part:
+def part(backend: Backend, value: float = 1.0, *, residuals: bool = False) -> KeptPart:
     torch.manual_seed(0)
     compression = ErrorFeedback(TopK(0.5)) if residuals else None
     model = FSDP(nn.Linear(40, 5), backend, compression=compression)
@@ -137,6 +137,6 @@ def test_a_larger_version_takes_more_room_and_a_reader_keeps_what_it_has_read() 
     file.close()
 
 
-def part_of_plain(size: int) -> Part:
+def part_of_plain(size: int) -> KeptPart:
     model = nn.ParameterDict({"w": nn.Parameter(torch.full((size,), 2.0))})
     return part_of(holding(0, model), 1, ())

@@ -351,16 +351,12 @@ def make_manifest(
         values |= each.values
         cuts |= each.cuts
     own = [each.own for each in described]
-    try:
-        version = importlib.metadata.version("phalanx")
-    except importlib.metadata.PackageNotFoundError:  # run from its source
-        version = "unknown"
     return Manifest(
         format=FORMAT,
         version=VERSION,
         step=step,
         world_size=len(described),
-        phalanx=version,
+        phalanx=installed_version(),
         torch=str(torch.__version__),
         files=[],
         model=tensor_records(planned, "model"),
@@ -373,3 +369,11 @@ def make_manifest(
         own=own if any(each is not None for each in own) else [],
         cuts=cuts,
     )
+
+
+def installed_version() -> str:
+    """Return Phalanx's version; "unknown" if it is run from its source."""
+    try:
+        return importlib.metadata.version("phalanx")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

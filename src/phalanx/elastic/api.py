@@ -30,7 +30,8 @@ from phalanx.transport.simulated import SimulatedBackend
 
 log = logging.getLogger("phalanx")
 _LONG = 2.0  # seconds: after a longer block, a notice is obeyed without another one
-_NOTICED, _LEAVING, _COMING = 1, 1 << 20, 1 << 40  # in a vote's sum: how many ranks say so
+# In a vote's sum: how many ranks say so.
+_NOTICED, _LEAVING, _COMING, _UNCUTTABLE = 1, 1 << 20, 1 << 40, 1 << 42
 
 
 class Elastic:
@@ -257,9 +258,8 @@ class Elastic:
                 f"Elastic: no number of ranks from {self._min} to {self._max} is a multiple of "
                 f"{bounds.multiple}, as FSDP's strategy needs"
             )
-        lines = [*kept.lines(), f"steps: {total}", f"seed: {self._seed}"]
-        lines += [f"copy_every: {self._copy_every}"]
-        lines += [f"checkpoints: {self._checkpoints.folder is not None}"]
+        lines = [f"steps: {total}", f"seed: {self._seed}", f"copy_every: {self._copy_every}"]
+        lines += [f"checkpoints: {self._checkpoints.folder is not None}", *kept.lines()]
         self._generations = Generations(
             self._site, bounds, lines, self._is_told, wait=self._wait, timeout=self._timeout
         )
@@ -331,6 +331,12 @@ class Elastic:
         leaves = self._is_told() and self._may_leave(after)
         told = self._vote(f"step {step.number} counts", leaves=leaves)
         self._version = after
+        if told >= _UNCUTTABLE:
+            what = self._kept.uncuttable or "what an optimizer of another rank keeps"
+            self._refuse(
+                f"{what} belongs to that rank's shard, and cannot be cut anew for other ranks: "
+                "take DDP, a ShardedOptimizer, or another optimizer"
+            )
         everybody = told % _LEAVING == self.backend.world_size
         if everybody:
             self._checkpoints.save_now(after)
@@ -347,7 +353,7 @@ class Elastic:
     def _vote(self, label: str, *, leaves: bool = False) -> int:
         """Tell all ranks what this one wants, and return the sums."""
         told = _NOTICED * self._is_told() + _LEAVING * leaves + _COMING * self._are_coming()
-        self._flags[0] = told
+        self._flags[0] = told + _UNCUTTABLE * bool(self._kept.uncuttable)
         all_reduce_(self._flags, self.backend, label=label)
         return int(self._flags[0])
 

@@ -47,10 +47,13 @@ class Left(Exception):  # noqa: N818 -- no error
 
 
 class Newcomers:
-    """Rank 0's knowledge of the processes that want to join."""
+    """Rank 0's knowledge of the processes that want to join.
 
-    def __init__(self, site: Site) -> None:
-        self._site = site
+    kept   a hash of what this process keeps: who keeps something else is not taken
+    """
+
+    def __init__(self, site: Site, kept: str) -> None:
+        self._site, self._kept = site, kept
         self._seen: dict[str, tuple[Newcomer, float, bool]] = {}
         self._penalties: dict[str, tuple[float, float]] = {}
         self._end: Callable[[], None] | None = None
@@ -72,16 +75,21 @@ class Newcomers:
         store.write_note("alive", str(self._beats))
 
     def living(self, members: Sequence[str]) -> tuple[Newcomer, ...]:
-        """Return those that live, are no members, and may come now."""
+        """Return those that live, keep the same, are no members, and may come now."""
         now = self._site.now()
         return tuple(
             entry
             for entry, since, lives in self._seen.values()
             if lives
+            and entry.kept == self._kept
             and (now - since < _SILENT or not self._site.watches)
             and entry.process not in members
             and now >= self._penalties.get(entry.process, (0.0, 0.0))[1]
         )
+
+    def joined(self, members: Sequence[str]) -> None:
+        """Take these for newcomers no more: if they die soon, their entries are still fresh."""
+        self._seen = {name: seen for name, seen in self._seen.items() if name not in members}
 
     def did_not_come(self, process: str) -> None:
         """Let it wait twice as long as before."""
@@ -118,7 +126,8 @@ class Generations:
     ) -> None:
         self.number, self.members = 0, tuple[str, ...]()
         self.entered = 0
-        self.newcomers, self.leaving = Newcomers(site), leaving
+        self._digest = xxh3_64_hexdigest("\n".join(kept).encode())
+        self.newcomers, self.leaving = Newcomers(site, self._digest), leaving
         self._site, self.bounds, self._kept = site, bounds, tuple(kept)
         self._wait, self._timeout = wait, timeout
         self._slot: int | None = None
@@ -130,7 +139,6 @@ class Generations:
         self._changed_at = 0.0
         self._beats: dict[str, tuple[int, float]] = {}
         self._signs: tuple[object, ...] = ()
-        self._digest = ""
 
     @property
     def _store(self) -> JobStore:
@@ -212,6 +220,7 @@ class Generations:
         """Take the decision as known; return it if it has this process and is the newest."""
         decision = action.decision
         self.number, self.members = decision.generation, decision.members
+        self.newcomers.joined(decision.members)
         self._reports, self._unread = {}, range(len(self.members))
         newer = self._store.decision(decision.generation + 1)
         if isinstance(action, StandBy) or newer is not None:
@@ -279,7 +288,7 @@ class Generations:
             self._order, self._changed_at = order, now
         if there:
             self._check_kept((there[0].kept,))
-        return tuple(there)
+        return tuple(each for each in there if each.kept == self._digest)
 
     def _is_fresh(self, entry: Newcomer, now: float) -> bool:
         beat, since = self._beats.get(entry.process, (-1, now))
@@ -289,9 +298,8 @@ class Generations:
         return now < since + _SILENT or not self._site.watches
 
     def _enter(self) -> None:
-        digest = xxh3_64_hexdigest("\n".join(self._kept).encode())
-        self._store.write_note(f"kept/{digest}", *self._kept)
-        self._digest, self._renewed = digest, self._site.now()
+        self._store.write_note(f"kept/{self._digest}", *self._kept)
+        self._renewed = self._site.now()
         self._slot = self._store.enter(self._own_entry())
 
     def _own_entry(self) -> Newcomer:
@@ -312,11 +320,9 @@ class Generations:
 
     def tell_kept(self) -> None:
         """Tell newcomers what is kept here: rank 0's part, once it is in a generation."""
-        if self._site.store is None:
-            return
-        digest = xxh3_64_hexdigest("\n".join(self._kept).encode())
-        self._store.write_note(f"kept/{digest}", *self._kept)
-        self._store.write_note("kept", digest)
+        if self._site.store is not None:
+            self._store.write_note(f"kept/{self._digest}", *self._kept)
+            self._store.write_note("kept", self._digest)
 
     def _has_signs(self) -> bool:
         """Return whether the job has shown that it lives since the last look."""

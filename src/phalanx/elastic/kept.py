@@ -19,15 +19,14 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import phalanx
 from phalanx.checkpoint.manifest import Json, to_json
-from phalanx.checkpoint.save_plan import RankDescription
+from phalanx.checkpoint.save_plan import RankDescription, installed_version
 from phalanx.checkpoint.state import model_state, wrappers_of
 from phalanx.core.backend import Backend
 from phalanx.core.replaceable import ReplaceableBackend
 from phalanx.elastic.batches import Batches
 from phalanx.elastic.moves import Holding, holding
-from phalanx.elastic.versions import Part, part_of
+from phalanx.elastic.versions import KeptPart, part_of
 from phalanx.errors import MisuseError, UnsupportedOperationError
 from phalanx.fsdp import FSDP
 from phalanx.optim import ShardedOptimizer
@@ -89,11 +88,13 @@ class Buffer:
 class Kept:
     """The kept objects of one rank.
 
-    version   of the state as it is now; None in the middle of a step
+    version      of the state as it is now; None in the middle of a step
+    uncuttable   what an optimizer keeps for the shard that it was made for, in words; or ""
     """
 
     def __init__(self, backend: ReplaceableBackend) -> None:
         self.version: int | None = 0
+        self.uncuttable = ""
         self._backend = backend
         self._modules: dict[str, nn.Module] = {}
         self._optimizers: dict[str, Optimizer] = {}
@@ -104,7 +105,7 @@ class Kept:
         self._noted: tuple[Json, list[Json]] | None = None
         self._begun_at: int | None = None  # the version of the block's start
         self._stepped_at = -1  # collectives that were over then; -1: no optimizer has stepped
-        self._part: tuple[list[object], Part] | None = None
+        self._part: tuple[list[object], KeptPart] | None = None
 
     # What is kept -----------------------------------------------------------------------------
 
@@ -141,7 +142,7 @@ class Kept:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The kept optimizers."""
+        """The kept optimizers, in the order in which they came."""
         return list(self._optimizers.values())
 
     @property
@@ -161,7 +162,7 @@ class Kept:
 
     def lines(self) -> list[str]:
         """Return what has to be the same on all ranks, before the first generation."""
-        model, lines = self.model, [f"phalanx {phalanx.__version__}"]
+        model, lines = self.model, [f"phalanx {installed_version()}"]
         for name, wrapper in wrappers_of(model).items():
             strategy = getattr(wrapper, "strategy", "")
             lines.append(f"wrapper {name}: {type(wrapper).__name__} {strategy}".rstrip())
@@ -258,7 +259,7 @@ class Kept:
         moved = rank != 0 and any(each.counts and each.has_moved() for each in self._buffers)
         return not (self._is_spread or moved)
 
-    def part(self) -> Part:
+    def part(self) -> KeptPart:
         """Return what this rank writes of the state into a version."""
         tensors: list[object] = [*self.model.buffers()]
         for optimizer in self.optimizers:
@@ -268,6 +269,7 @@ class Kept:
         same = known is not None and len(known[0]) == len(tensors) and not own
         if known is None or not same or any(a is not b for a, b in zip(known[0], tensors)):  # noqa: B905
             made = self.holding()
+            self.uncuttable = self._find_uncuttable(made)
             known = tensors, part_of(made, self._backend.world_size, self._replicated(made))
             self._part = known
         self._put_noted(known[1].parts)
@@ -328,15 +330,8 @@ class Kept:
 
     def _replicated(self, made: Holding) -> set[str]:
         """Return the names of tensors that all ranks hold whole, with the same values."""
-        model, wrappers = model_state(self.model), self.wrappers
-        cut = {
-            id(parameter)
-            for wrapper in wrappers
-            if wrapper.all_slices()[1] is not None
-            for parameter in wrapper.parameters()
-        }
-        names = {name for name, each in model.parameters.items() if id(each.tensor) not in cut}
-        apart = any(wrapper.optimizers_apart for wrapper in wrappers)
+        names = model_state(self.model).parameters.keys() - self._cut()
+        apart = any(wrapper.optimizers_apart for wrapper in self.wrappers)
         for optimizer, part in zip(self.optimizers, made.parts, strict=False):
             if (
                 part.optimizer is not None
@@ -347,6 +342,31 @@ class Kept:
                     records = part.optimizer.state[name].values()
                     names = names | {record.tensor for record in records if record.tensor}
         return names
+
+    def _find_uncuttable(self, made: Holding) -> str:
+        """Return what belongs to a shard of another number of ranks as little as to a checkpoint's:
+        such as the history of L-BFGS. A `ShardedOptimizer` has whole parameters.
+        """
+        cut = self._cut()
+        for optimizer, part in zip(self.optimizers, made.parts, strict=False):
+            if part.optimizer is None or isinstance(optimizer, ShardedOptimizer):
+                continue
+            for name, state in part.optimizer.state.items():
+                own = [key for key, record in state.items() if record.own]
+                if own and name in cut:
+                    return f"{type(optimizer).__name__}'s {own[0]} of {name}"
+        return ""
+
+    def _cut(self) -> set[str]:
+        """Return the names of parameters of which each rank has a shard."""
+        cut = {
+            id(parameter)
+            for wrapper in self.wrappers
+            if wrapper.all_slices()[1] is not None
+            for parameter in wrapper.parameters()
+        }
+        parameters = model_state(self.model).parameters
+        return {name for name, each in parameters.items() if id(each.tensor) in cut}
 
     def _check_module(self, name: str, module: nn.Module) -> None:
         for at, each in module.named_modules():

@@ -109,7 +109,7 @@ class Memory:
         self.close()
 
     def close(self) -> None:
-        """Free the kept versions."""
+        """Free the memory of all kept versions."""
         self._close(self._versions)
         self._versions.clear()
 

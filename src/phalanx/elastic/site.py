@@ -155,7 +155,7 @@ class ProcessSite(Site):
 
     @override
     def pause(self) -> None:
-        """Go on."""
+        """Go on: a process is killed wherever it is."""
 
     @override
     def watch(self, look: Callable[[JobStore], object]) -> Callable[[], None]:

@@ -51,7 +51,7 @@ _ALIGNED = 64  # bytes
 _WHOLE = 4096  # bytes: what all ranks hold is written whole by each of them if it is smaller
 
 
-class Piece(NamedTuple):
+class KeptPiece(NamedTuple):
     """Elements of a tensor that this rank writes into each version, as `shard` describes them."""
 
     shard: TensorShard
@@ -65,7 +65,7 @@ class Piece(NamedTuple):
         return flat if self.stop - self.start == flat.numel() else flat[self.start : self.stop]
 
 
-class Part(NamedTuple):
+class KeptPart(NamedTuple):
     """What one rank writes: a description for each optimizer, and the pieces that these list.
 
     own   pieces of compressors and the like, which come last
@@ -73,8 +73,8 @@ class Part(NamedTuple):
 
     rank: int
     parts: list[RankDescription]
-    pieces: list[Piece]
-    own: list[Piece]
+    pieces: list[KeptPiece]
+    own: list[KeptPiece]
 
     def description(self, *, own: bool) -> bytes:
         """Return it as bytes, with or without `own`."""
@@ -82,14 +82,14 @@ class Part(NamedTuple):
         return msgspec.json.encode((self.rank, self.parts, shards))
 
 
-def part_of(holding: Holding, ranks: int, replicated: Collection[str]) -> Part:
+def part_of(holding: Holding, ranks: int, replicated: Collection[str]) -> KeptPart:
     """Return what this rank writes of all that it holds, so that the ranks' parts are complete.
 
     replicated   the names of tensors that all ranks hold whole, with equal values
     """
-    made = Part(holding.rank, [], [], [])
+    made = KeptPart(holding.rank, [], [], [])
     for description, tensors in zip(holding.parts, holding.tensors, strict=True):
-        chosen: list[Piece] = []
+        chosen: list[KeptPiece] = []
         for shard, tensor in tensors.items():
             begin, end = 0, shard.stop - shard.start
             if shard.name in replicated and shard.nbytes >= _WHOLE:
@@ -98,7 +98,7 @@ def part_of(holding: Holding, ranks: int, replicated: Collection[str]) -> Part:
             elif shard.kind == "model" and not shard.equal and holding.rank > 0:
                 continue  # a buffer: rank 0's is the checkpoint's
             own = shard.name.startswith("own/")
-            (made.own if own else chosen).append(Piece(shard, tensor, begin, end))
+            (made.own if own else chosen).append(KeptPiece(shard, tensor, begin, end))
         made.parts.append(replace(description, held=[each.shard for each in chosen]))
         made.pieces.extend(chosen)
     return made
@@ -141,7 +141,7 @@ class VersionFile:
         version, generation, *_ = _HEAD.unpack(head) if head else (-1, 0)
         return version, generation
 
-    def write(self, key: tuple[int, int], part: Part, pause: Callable[[], object]) -> None:
+    def write(self, key: tuple[int, int], part: KeptPart, pause: Callable[[], object]) -> None:
         """Write a version over the one before, which is gone then; call `pause` in between."""
         pieces = part.pieces + part.own
         shards = [piece.shard for piece in pieces]
@@ -272,7 +272,7 @@ class Versions:
                         )
                         self._files[rank, owner] = files
 
-    def write(self, version: int, part: Part) -> None:
+    def write(self, version: int, part: KeptPart) -> None:
         """Write a version over the older of the two, here and on another host; blocks for that."""
         key, file = (version, self.generation), _older(self._mine[self._rank])
         file.write(key, part, self._pause)

@@ -34,6 +34,7 @@ from phalanx.parallel.uneven import (
     JoinPhase,
     NothingCounts,
     check_joinable,
+    check_may_join,
     headers,
 )
 from phalanx.parallel.wrapper import Wrapper
@@ -168,6 +169,7 @@ class AveragingWrapper(Wrapper):
         """
         passes, who = self.passes, type(self).__name__
         layers = nn.Identity() if throw_on_early_termination else self.module
+        check_may_join(who, self.backend)
         check_joinable(layers, who, self.backend, passes.join)
         if (self.in_rounds or self.owners) and step is None and not throw_on_early_termination:
             self._refuse("join() needs step: a rank that waits steps its own part of parameters")

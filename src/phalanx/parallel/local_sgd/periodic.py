@@ -37,7 +37,7 @@ from phalanx.parallel.local_sgd.state import (
     without_values_of_others,
 )
 from phalanx.parallel.local_sgd.steps import StepCounter
-from phalanx.parallel.uneven import Join, JoinPhase, check_joinable
+from phalanx.parallel.uneven import Join, JoinPhase, check_joinable, check_may_join
 from phalanx.parallel.wrapper import Wrapper, claim, owner_of
 from phalanx.torch_internals import backward_number
 
@@ -388,6 +388,7 @@ class PeriodicSync(Wrapper):
         """
         who, throws = type(self).__name__, throw_on_early_termination
         layers = nn.Identity() if throws else self.module
+        check_may_join(who, self.backend)
         check_joinable(layers, who, self.backend, self._join or self._open)
         self.sync()
         self._join = join = Join(self, self.backend, throw_on_early_termination=throws)

@@ -1,0 +1,426 @@
+"""What users combine with `Elastic`, while ranks crash: all comes to the oracle's end.
+
+The oracle is training that saves a checkpoint where a generation begins, and loads it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from elastic_script import (
+    STEPS,
+    WAYS,
+    Model,
+    Run,
+    Share,
+    Training,
+    Way,
+    filled,
+    loss_of,
+    oracle,
+    script,
+    train,
+    wrapped,
+)
+from forms import LONG
+from torch import Tensor, nn
+
+import phalanx
+from phalanx import DDP, FSDP, Backend, Elastic, ShardingStrategy
+from phalanx.collectives import ReduceOp, all_reduce_, all_reduce_coalesced_
+
+Optimizer = torch.optim.Optimizer
+
+
+def with_adam(
+    model: nn.Module, step: Callable[[nn.Module, Optimizer, Share], object], **others: Any
+) -> Training:
+    """Return a training of one model by one optimizer, the gradients of which are 0 before."""
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+    def clean(share: Share) -> None:
+        optimizer.zero_grad()
+        step(model, optimizer, share)
+
+    return Training(clean, {"model": model}, [optimizer], others)
+
+
+def stepped(model: nn.Module, optimizer: Optimizer, share: Share, at: int = 0) -> None:
+    (loss_of(model, share, at) * share.weight).backward()
+    optimizer.step()
+
+
+# ------------------------------------------------------------------------------
+# Modules
+
+
+def with_average(backend: Backend) -> Training:
+    """The moving average of the parameters is a second module."""
+    model = DDP(Model(), backend)
+    average = torch.optim.swa_utils.AveragedModel(
+        model.module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+    )
+    plain = with_adam(model, stepped)
+
+    def step(share: Share) -> None:
+        plain.step(share)
+        average.update_parameters(model.module)
+
+    return Training(step, {"model": model, "average": average}, plain.optimizers)
+
+
+class Normed(nn.Module):
+    """Batch normalization, of this rank's part or of all; its running means are buffers."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(3, 5), norm, nn.Linear(5, 1)
+        filled(self)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if len(inputs) == 1:  # of which there is no variance
+            inputs = torch.cat([inputs, inputs / 2])
+            return self.second(self.norm(self.first(inputs)))[:1]
+        return self.second(self.norm(self.first(inputs)))
+
+
+def batch_norm(backend: Backend) -> Training:
+    return with_adam(DDP(Normed(nn.BatchNorm1d(5)), backend), stepped)
+
+
+def sync_batch_norm(backend: Backend) -> Training:
+    return with_adam(DDP(Normed(phalanx.SyncBatchNorm(5, backend)), backend), stepped)
+
+
+class Tied(Model):
+    """The two layers have one bias, and a frozen factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.third = nn.Linear(5, 5).double()
+        self.third.weight = nn.Parameter(torch.eye(5, dtype=torch.float64), requires_grad=False)
+        self.third.bias = self.first.bias
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.third(self.first(inputs))))
+
+
+def tied(wrap: Callable[[nn.Module, Backend], nn.Module], backend: Backend) -> Training:
+    return with_adam(wrap(Tied(), backend), stepped)
+
+
+class Branches(Model):
+    """A layer that only every other step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd = nn.Linear(1, 1).double()
+        filled(self)
+        self.step = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = super().forward(inputs)
+        return self.odd(outputs) if self.step % 2 else outputs
+
+
+def branches(backend: Backend) -> Training:
+    module = Branches()
+
+    def step(model: nn.Module, optimizer: Optimizer, share: Share) -> None:
+        module.step = share.step
+        stepped(model, optimizer, share)
+
+    return with_adam(DDP(module, backend, find_unused_parameters=True), step)
+
+
+def plain_module(backend: Backend) -> Training:
+    """No wrapper: the script averages the gradients itself."""
+
+    def step(model: nn.Module, optimizer: Optimizer, share: Share) -> None:
+        (loss_of(model, share) * share.weight).backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        all_reduce_coalesced_(gradients, backend, ReduceOp.MEAN)
+        all_reduce_(model.seen, backend, ReduceOp.MEAN)
+        optimizer.step()
+
+    return with_adam(Model(), step)
+
+
+# ------------------------------------------------------------------------------
+# Steps
+
+
+def two_optimizers(backend: Backend) -> Training:
+    """As a GAN: collectives follow an optimizer's step, so ranks may be between two versions."""
+    models = [DDP(Model(), backend), DDP(Model(), backend)]
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.1) for each in models]
+
+    def step(share: Share) -> None:
+        for model, other, optimizer in zip(models, reversed(models), optimizers, strict=True):
+            optimizer.zero_grad()
+            with torch.no_grad():
+                theirs = other.module.second(torch.tanh(other.module.first(share.inputs)))
+            ((model(share.inputs) - theirs).square().mean() * share.weight).backward()
+            optimizer.step()
+
+    return Training(step, {"first": models[0], "second": models[1]}, optimizers)
+
+
+def scaled(wrap: Callable[[nn.Module, Backend], nn.Module], backend: Backend) -> Training:
+    """Losses are scaled, and step 1 is skipped, as one rank's gradients are infinite."""
+    scaler = phalanx.GradScaler(backend, init_scale=4.0, growth_interval=1)
+
+    def step(model: nn.Module, optimizer: Optimizer, share: Share) -> None:
+        infinite = share.step == 1 and backend.rank == backend.world_size - 1
+        loss = loss_of(model, share) * share.weight * (float("inf") if infinite else 1.0)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        phalanx.clip_grad_norm_(model, 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return with_adam(wrap(Model(), backend), step, scaler=scaler)
+
+
+def joined_step(wrap: Callable[[nn.Module, Backend], nn.Module], backend: Backend) -> Training:
+    """`model.step()`: each rank has as many micro-batches as samples."""
+
+    def step(model: nn.Module, optimizer: Optimizer, share: Share) -> None:
+        rows = share.inputs if share.weight else share.inputs[:0]
+        with model.step(len(rows), micro_batches=len(rows)) as its:  # type: ignore[operator]
+            for row in rows:
+                its.backward((model(row[None]) - row.sum()).square().sum())
+        optimizer.step()
+
+    return with_adam(wrap(Model(), backend), step)
+
+
+def accumulated(wrap: Callable[[nn.Module, Backend], nn.Module], backend: Backend) -> Training:
+    """Two backward passes, of which the first one only accumulates; and a validation."""
+    validated = torch.zeros(1, dtype=torch.float64)
+
+    def step(model: nn.Module, optimizer: Optimizer, share: Share) -> None:
+        with model.no_sync():  # type: ignore[operator]
+            (loss_of(model, share) * share.weight).backward()
+        stepped(model, optimizer, share, 1)
+        model.eval()
+        with torch.no_grad():
+            validated.copy_(loss_of(model, share))
+        all_reduce_(validated, backend)
+        model.train()
+
+    return with_adam(wrap(Model(), backend), step)
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+HYBRID = wrapped(lambda m, b: FSDP(m, b, strategy=ShardingStrategy.hybrid(2)))
+COMBINED: Mapping[str, Way] = {
+    "average": Way(with_average),
+    "batch_norm": Way(batch_norm),
+    "sync_batch_norm": Way(sync_batch_norm),
+    "tied_ddp": Way(partial(tied, DDP)),
+    "tied_fsdp": Way(partial(tied, FSDP)),
+    "branches": Way(branches),
+    "plain_module": Way(plain_module),
+    "two_optimizers": Way(two_optimizers),
+    "scaled_ddp": Way(partial(scaled, DDP)),
+    "scaled_fsdp": Way(partial(scaled, FSDP)),
+    "joined_step_ddp": Way(partial(joined_step, DDP)),
+    "joined_step_fsdp": Way(partial(joined_step, FSDP)),
+    "accumulated_ddp": Way(partial(accumulated, DDP)),
+    "accumulated_fsdp": Way(partial(accumulated, FSDP)),
+    "no_state": wrapped(DDP, sgd),
+    "no_state_sharded": wrapped(FSDP, sgd),
+    "shuffled": Way(WAYS["full_shard"].make, {"seed": 3}, samples=10),
+    "drop_last": Way(WAYS["ddp"].make, {"drop_last": True, "seed": 1}, samples=11),
+    "lengths": Way(WAYS["ddp"].make, {"lengths": [*range(13)], "pool": 2}, samples=13),
+}
+
+
+@pytest.mark.parametrize("name", COMBINED)
+def test_the_end_is_that_of_checkpoints_whatever_is_combined(name: str) -> None:
+    way, place = COMBINED[name], [*COMBINED].index(name)
+    run, turns = train(way, 3)
+    assert [end.counted for end in run.ends.values()] == [list(range(STEPS))] * 3
+    for process in range(3):
+        few = [turns[process] * (9 + 2 * ((place + process) % 4)) // 16]  # one in each quarter
+        for turn in range(turns[process]) if LONG else few:
+            run, _ = train(way, 3, {process: turn})
+            assert run.ends.keys() == {0, 1, 2} - {process}
+
+
+# ------------------------------------------------------------------------------
+# Ranks come and go
+
+
+@pytest.mark.parametrize("crashed", range(4))
+def test_strategies_of_groups_have_whole_groups_and_the_others_stand_by(crashed: int) -> None:
+    run, turns = train(HYBRID, 5)
+    assert run.generations == {1: (0, 4)}
+    assert set(run.left.values()) == {0}  # one comes after the end
+    process = next(process for process, end in run.ends.items() if end.rank == crashed)
+    run, _ = train(HYBRID, 5, {process: turns[process] * 7 // 8})
+    sizes = [size for _, size in run.generations.values()]
+    assert sizes == ([4, 4] if crashed else [4, 2, 4])  # rank 0 alone knows who stands by
+    assert len(run.ends) == 4
+
+
+@pytest.mark.parametrize(("name", "every"), [("full_shard", 3), ("full_shard", 10), ("top_k", 2)])
+def test_steps_since_the_last_copy_are_taken_again(name: str, every: int) -> None:
+    way, again = WAYS[name], 0
+    _, turns = train(way, 3, steps=6, copy_every=every)
+    for turn in range(turns[1] // 3, turns[1], 1 if LONG else turns[1] // 8):
+        run, _ = train(way, 3, {1: turn}, steps=6, copy_every=every, redone=True)
+        for end in run.ends.values():
+            redone = [number for number in end.counted if end.counted.count(number) > 1]
+            assert sorted(set(end.counted)) == list(range(6))
+            assert len(redone) // 2 == end.redone == end.job.history[-1].redone < every
+            again += end.redone
+    assert again
+
+
+@pytest.mark.parametrize("name", ["ddp", "full_shard", "top_k", "diloco"])
+def test_who_arrives_joins_with_the_state_of_the_others(name: str) -> None:
+    _, turns = train(WAYS[name], 2, most=3)
+    run, _ = train(WAYS[name], 2, arrivals=[sum(turns) * 2 // 3])
+    first, *_, last = run.ends[0].job.history
+    assert (first.world_size, first.joined) == (2, (0, 1))
+    assert (last.world_size, last.joined, last.lost, last.redone) == (3, (2,), (), 0)
+    assert 0 < last.first_step <= STEPS
+    assert run.ends[2].counted == list(range(last.first_step, STEPS))
+    assert run.ends[2].job.generation == last.number == run.ends[2].job.history[0].number
+
+
+def test_who_comes_after_the_end_ends_with_exit_code_0() -> None:
+    codes = set()
+    for turn in range(0, 400, 40):
+        run, _ = train(WAYS["ddp"], 2, arrivals=[turn])
+        codes |= set(run.left.values())
+    assert codes == {0}
+
+
+def test_a_rank_that_waits_takes_the_place_of_one_that_is_lost() -> None:
+    _, turns = train(WAYS["full_shard"], 3, most=2)
+    run, _ = train(WAYS["full_shard"], 3, {1: turns[1] * 2 // 3}, most=2)
+    assert run.ends.keys() == {0, 2}
+    assert [size for _, size in run.generations.values()] == [2, 2]
+
+
+def leaves(who: Callable[[int], bool], step: int) -> Callable[[Elastic, int], None]:
+    """Return what lets these processes leave after a step."""
+
+    def after(job: Elastic, process: int) -> None:
+        if who(process) and job.done == step:
+            job.leave()
+
+    return after
+
+
+@pytest.mark.parametrize("leaver", [0, 2])
+@pytest.mark.parametrize("name", ["ddp", "full_shard", "top_k", "local_sgd"])
+def test_who_leaves_is_not_missed(name: str, leaver: int) -> None:
+    after = leaves(lambda process: process == leaver, 1)
+    run, _ = train(WAYS[name], 3, after=after, copy_every=10)
+    assert run.left == {leaver: 75}
+    assert [end.counted for end in run.ends.values()] == [list(range(STEPS))] * 2
+    assert [end.redone for end in run.ends.values()] == [0, 0]
+    _, second = run.ends[1].job.history
+    assert (second.lost, second.first_step) == (
+        (leaver,),
+        3 if name != "ddp" else second.first_step,
+    )
+
+
+class Dropped(Model):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(inputs, 0.5))
+
+
+def dropped(backend: Backend) -> Training:
+    return with_adam(DDP(Dropped(), backend), stepped)
+
+
+def test_a_crash_and_a_notice_before_the_same_step_come_to_the_same_end() -> None:
+    """Also where steps draw at random: random states begin anew in each generation."""
+    ends: dict[object, list[Tensor]] = {}
+    way, runs = Way(dropped), 0
+
+    def compare(run: Run) -> None:
+        nonlocal runs
+        generations = tuple(run.generations[number] for number in sorted(run.generations))
+        for end in run.ends.values():
+            same = ends.setdefault((generations, end.rank), end.tensors)
+            assert all(map(torch.equal, same, end.tensors)), generations
+        runs += 1
+
+    def without_oracle(crashes: Mapping[int, int], **options: Any) -> list[int]:
+        run = Run()
+        turns = phalanx.simulate(script(way, 3, run, **options), 3, crashes=crashes).turns
+        compare(run)
+        return turns
+
+    turns = without_oracle({})[2]
+    for step in range(STEPS):
+        without_oracle({}, after=leaves(lambda process: process == 2, step))
+    for turn in range(turns // 4, turns, 1 if LONG else 4):
+        without_oracle({2: turn})
+    assert 3 * runs > len(ends) > 3 * STEPS
+
+
+# ------------------------------------------------------------------------------
+# Checkpoints
+
+
+@pytest.mark.parametrize("name", ["ddp", "full_shard"])
+def test_a_job_that_has_ended_whole_goes_on_from_its_newest_checkpoint(
+    name: str, tmp_path: Path
+) -> None:
+    way, options = WAYS[name], {"checkpoints": tmp_path, "checkpoint_every": 2}
+    everyone = leaves(lambda process: True, 2)
+    run, _ = train(way, 3, steps=6, after=everyone, **options)
+    assert run.left == {0: 75, 1: 75, 2: 75}
+    assert run.generations == {1: (0, 3)}
+
+    second = Run()
+    phalanx.simulate(script(way, 3, second, steps=6, **options), 3)
+    assert second.generations == {1: (3, 3)}
+    for end in second.ends.values():
+        assert end.counted == [3, 4, 5]
+        assert all(map(torch.equal, end.tensors, oracle(way, ((0, 3), (3, 3)), 6)[end.rank]))
+
+    third = Run()
+    phalanx.simulate(script(way, 2, third, steps=6, **options), 2)
+    assert [end.counted for end in third.ends.values()] == [[], []]
+
+
+def test_checkpoints_are_saved_while_ranks_crash(tmp_path: Path) -> None:
+    way = WAYS["full_shard"]
+    options = {"steps": 5, "checkpoint_every": 1}
+    _, turns = train(way, 3, checkpoints=tmp_path / "whole", **options)
+    for turn in range(turns[1] // 4, turns[1], 1 if LONG else turns[1] // 8):
+        folder = tmp_path / str(turn)
+        run, _ = train(way, 3, {1: turn}, checkpoints=folder, **options)
+        assert run.ends.keys() == {0, 2}
+        newest = phalanx.latest_checkpoint(folder)
+        assert newest is not None
+        model = Model()
+        assert phalanx.load_checkpoint(newest, model=model).step == 5
+
+
+def test_if_no_version_is_complete_the_newest_checkpoint_counts(tmp_path: Path) -> None:
+    """Two ranks of one group are gone before the others had kept what they alone had."""
+    way = WAYS["full_shard"]
+    options: dict[str, Any] = {"steps": 5, "copy_every": 2, "checkpoint_every": 2}
+    _, turns = train(way, 4, checkpoints=tmp_path / "whole", **options)
+    crashes = {1: turns[1] * 3 // 4, 2: turns[2] * 3 // 4}
+    run, _ = train(way, 4, crashes, checkpoints=tmp_path / "crashed", redone=True, **options)
+    assert run.ends.keys() == {0, 3}
+    assert all(sorted(set(end.counted)) == list(range(5)) for end in run.ends.values())
