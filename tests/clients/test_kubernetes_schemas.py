@@ -97,6 +97,12 @@ def test_each_manifest_has_a_token_of_its_own() -> None:
     assert [len(token) for token in tokens] == [64, 64]
 
 
+def test_the_job_for_elastic_training_fits() -> None:
+    page = (DOCUMENT.parent / "elastic.md").read_text()
+    (manifest,) = re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S)
+    check(yaml.safe_load_all(manifest))
+
+
 COMMANDS = re.findall(r"^(phalanx kubernetes .*?train\.py[^|\n]*)", DOCUMENT.read_text(), re.M)
 
 
