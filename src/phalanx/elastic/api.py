@@ -108,6 +108,8 @@ class Elastic:
                 f"Elastic: min_ranks={self._min} must be at least 1, and at most "
                 f"max_ranks={self._max}"
             )
+        if self._site.store is None:
+            self._min = self._max = 1  # nobody has started this process as a job: it trains alone
         for name, value in {"copy_every": copy_every, "checkpoint_every": checkpoint_every}.items():
             if value < (name == "copy_every"):
                 raise ValueError(f"Elastic: {name}={value} must be a number of steps")
@@ -199,7 +201,7 @@ class Elastic:
         return taken[-1] if taken else 1.0
 
     def leave(self) -> None:
-        """Leave after this step, as after a SIGTERM: `steps` raises SystemExit(75) then."""
+        """Leave after this step or the next, as after a SIGTERM: `steps` raises SystemExit(75)."""
         self._told_to_leave = True
 
     def steps(self, total: int) -> Iterator[ElasticStep]:
@@ -210,7 +212,7 @@ class Elastic:
         """
         self._begin(total)
         try:
-            self._form((), "the training begins")
+            self._form((), "")
             while self._version < total:
                 step = ElasticStep(self, self._version, self.generation)
                 yield step
@@ -276,10 +278,10 @@ class Elastic:
         self._memory.begin()
         self._total = total
 
-    def _form(self, gone: tuple[int, ...], why: str) -> None:
-        """Go on in the next generation."""
+    def _form(self, gone: tuple[int, ...], how: str) -> None:
+        """Go on in the next generation; `how` says what became of ranks that are not in it."""
         assert self._regrouping is not None
-        made = self._regrouping.form(self._version, gone, why)
+        made = self._regrouping.form(self._version, gone, how)
         self.history.append(made)
         self._version, self._noticed = made.first_step, False
         for each in self._batches:
@@ -311,7 +313,7 @@ class Elastic:
                     return False
                 raise
             gone = raised.peer if isinstance(raised, LOSS) else None
-            self._form(() if gone is None else (gone,), str(raised))
+            self._form(() if gone is None else (gone,), "lost")
         return True
 
     def _is_loss(self, error: BaseException) -> bool:
@@ -348,7 +350,7 @@ class Elastic:
         if after < self._total:
             self._checkpoints.save_if_due(after)
         if told >= _LEAVING:
-            self._form((), "ranks join" if told >= _COMING else "a rank leaves")
+            self._form((), "" if told >= _COMING else "left")
 
     def _vote(self, label: str, *, leaves: bool = False) -> int:
         """Tell all ranks what this one wants, and return the sums."""
@@ -364,7 +366,8 @@ class Elastic:
     def _may_leave(self, after: int) -> bool:
         """Return whether a rank that is to leave may do so after this vote: others have its part.
 
-        A block more lets all ranks hear of the notice, which they perhaps have, too.
+        That is after one step more: others that have a notice, too, have said so by then, and all
+        save together.
         """
         long = time.monotonic() - self._block_began > _LONG
         kept = not self._memory.copies or self._memory.copied == after
@@ -391,7 +394,7 @@ class Elastic:
                 self._vote("the end")
                 break
             except LOSS as error:
-                self._form(() if error.peer is None else (error.peer,), str(error))
+                self._form(() if error.peer is None else (error.peer,), "lost")
         self._stop()
 
     def _refuse(self, problem: str) -> NoReturn:

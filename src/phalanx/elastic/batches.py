@@ -144,17 +144,17 @@ class Batches(Generic[Batch]):
     # For the job ------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Say that a step's block begins."""
+        """Begin the block of a step."""
         self._in_step, self.weight = True, 1.0
 
     def count(self) -> None:
-        """Say that the step counted: the cursor moves if it has taken a batch."""
+        """Move the cursor behind the batch that the step has taken, if any."""
         if self._after is not None:
             self._cursor = self._order.next(self._after)
         self._in_step, self._after = False, None
 
     def undo(self) -> None:
-        """Say that the step did not count: its batch comes again."""
+        """Take the same batch again: the step did not count."""
         if self._after is not None:
             self._drop()
         self._in_step, self._after = False, None

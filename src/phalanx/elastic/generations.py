@@ -60,7 +60,7 @@ class Newcomers:
         self._beats = 0
 
     def look(self, store: JobStore) -> None:
-        """Look at the entries; free those of processes that are gone; show that rank 0 lives."""
+        """Look at the entries; free those of processes that are gone; write a sign of life."""
         now, seen = self._site.now(), {}
         for slot, entry in store.newcomers().items():
             known = self._seen.get(entry.process)
@@ -109,8 +109,8 @@ class Newcomers:
 class Generations:
     """One process's way through the generations of a job.
 
-    number, members   of the last generation on which it knows the decision
-    entered           the generation whose group this process is in, or was in last
+    number, members   of the newest generation whose decision this process has read
+    entered           the one whose group it has met
     leaving           whether this process is to leave
     """
 

@@ -32,6 +32,9 @@ from phalanx.fsdp import FSDP
 from phalanx.optim import ShardedOptimizer
 from phalanx.parallel.local_sgd.periodic import PeriodicSync
 from phalanx.parallel.wrapper import Wrapper
+from phalanx.wire.memory import copy_bits
+
+_SMALL = 1 << 16  # bytes
 
 
 @runtime_checkable
@@ -49,40 +52,45 @@ class Buffer:
     """A module's buffer: as the generation began, and as the block did.
 
     counts   whether it is part of the state, and not only put back
+
+    A kernel may write a buffer without counting that in its version: those of batch norm do. So
+    small ones, and all of such layers, are copied and compared in each step.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.counts = name not in module._non_persistent_buffers_set
         self._of, self._name = module._buffers, name
-        self._first = self._noted = self._now()
-        self._copy: Tensor | None = None
+        tensor = self._now()
+        self._uncounted = tensor.nbytes <= _SMALL or hasattr(module, "track_running_stats")
+        self._first = tensor, tensor._version, tensor.detach().clone() if self._uncounted else None
+        self._noted: tuple[Tensor, int, Tensor] | None = None
 
     def note(self) -> None:
-        """Note it as it is, and copy it if it has moved since the last time."""
-        if self._copy is None or self._moved_from(self._noted):
-            self._noted = self._now()
-            self._copy = self._noted[0].detach().clone()
+        """Note it as it is, and copy it if it may have changed since the last time."""
+        now, noted = self._now(), self._noted
+        if noted is None or self._uncounted or now is not noted[0] or now._version != noted[1]:
+            self._noted = now, now._version, now.detach().clone()
 
     def put_back(self) -> None:
         """Let it be as it was noted."""
-        tensor, seen = self._noted
-        self._of[self._name] = tensor
-        if self._copy is not None and tensor._version != seen:
+        if self._noted is not None:
+            tensor, _, copy = self._noted
+            self._of[self._name] = tensor
             with torch.no_grad():
-                tensor.copy_(self._copy)
+                copy_bits(tensor, copy)
 
     def has_moved(self) -> bool:
         """Return whether it has changed since the generation began."""
-        return self._moved_from(self._first)
+        tensor, version, copy = self._first
+        now = self._now()
+        if now is not tensor or now._version != version:
+            return True
+        return copy is not None and not torch.equal(now, copy)
 
-    def _moved_from(self, noted: tuple[Tensor, int]) -> bool:
-        tensor, version = self._now()
-        return tensor is not noted[0] or version != noted[1]
-
-    def _now(self) -> tuple[Tensor, int]:
+    def _now(self) -> Tensor:
         tensor = self._of[self._name]  # another tensor may have taken its place
         assert tensor is not None
-        return tensor, tensor._version
+        return tensor
 
 
 class Flags:
@@ -205,7 +213,7 @@ class Kept:
     # A step's block ---------------------------------------------------------------------------
 
     def begin_generation(self, version: int) -> None:
-        """Note the state with which a generation begins."""
+        """Note the state that a generation begins with, to see later what has changed."""
         model, self.version, self._begun_at = self.model, version, None
         self._parameters = [(each, each._version) for each in model.parameters()]
         self._buffers = [
@@ -282,7 +290,7 @@ class Kept:
         return found
 
     def is_whole(self, rank: int | None = None) -> bool:
-        """Return whether a rank, by default each, has all that a checkpoint would have."""
+        """Return whether this rank could write the whole checkpoint; without `rank`, each could."""
         moved = rank != 0 and any(each.counts and each.has_moved() for each in self._buffers)
         return not (self._is_spread or moved)
 

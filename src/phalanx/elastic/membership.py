@@ -30,8 +30,8 @@ reads the store, builds a `View`, carries the action out, and looks again.
 
 **Who stays.** Members that have reported, but of two of which one has lost the other only one: that
 which fewer reports call lost, else the lower rank. A member that has not reported is lost if one
-that stays has lost it. Only who stays proposes: of those that it has lost, a process cannot see
-whether they live.
+that stays has lost it. Only a rank that stays proposes, since it cannot see whether those that it
+has lost still live.
 
 **Overdue.** Who stays may die before it proposes, unnoticed by those that it had lost. A process
 that has waited for too long (by the driver's clock) takes itself as one that stays, and those who
@@ -65,7 +65,7 @@ class Bounds(msgspec.Struct, frozen=True):
     multiple: int = 1
 
     def size(self, available: int) -> int:
-        """Return the ranks of a generation if so many processes are there; 0 if too few are."""
+        """Return how many of so many processes form a generation; 0: too few."""
         size = min(available, self.max_ranks) // self.multiple * self.multiple
         return size if size >= self.min_ranks else 0
 

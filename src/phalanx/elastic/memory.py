@@ -1,7 +1,7 @@
 """What one rank has of the state, in its place and kept, and what it gives to a new generation.
 
     as it was made          before the first step; rank 0 of the first generation gives it
-    as a generation ended   shards as they are, until the first step of the next one changes them
+    as a generation ended   what is in its place, until the next step's block begins
     kept versions           its own, and those of the lost ranks of its host
 
 Those of the generations before stay until all ranks of the next have written their new versions: a
@@ -23,8 +23,8 @@ from phalanx.elastic.versions import Versions
 class Memory:
     """One rank's memory of the state.
 
-    copies   whether versions are kept: if a rank is lost, perhaps no other one has all
-    copied   the last version of which this rank has kept its part
+    copies   whether versions are kept at all: some rank alone has a part of the state
+    copied   the newest version of which this rank has kept its part
     """
 
     def __init__(self, kept: Kept, backend: ReplaceableBackend, site: Site) -> None:
@@ -90,7 +90,7 @@ class Memory:
     def enter(self, version: int, generation: int, members: Sequence[str], *, first: bool) -> None:
         """Take a generation's state, which is in its place now; every rank calls it.
 
-        first   whether the state as it was made is still to be had
+        first   nobody has taken a step yet: the state as it was made stays
         """
         if len(members) > 1:
             made = Versions(generation, self._backend, members, self._site.pause)

@@ -41,7 +41,7 @@ class Generation(NamedTuple):
     number      from 1
     first_step  the number of its first step
     world_size  its number of ranks
-    lost        ranks of the generation before that are gone
+    lost        ranks of the generation before that are gone: lost, or left
     joined      its ranks that were not in the generation before
     redone      steps that had counted, and are taken again
     seconds     from the loss's notice on, by phase: "decided", "met", "moved"; "total"
@@ -81,11 +81,12 @@ class Regrouping:
         self._version = 0
         self._seconds: dict[str, float] = {}
 
-    def form(self, version: int, gone: Sequence[int], why: str) -> Generation:
+    def form(self, version: int, gone: Sequence[int], how: str) -> Generation:
         """Form generations, until one has a state that all of its ranks have; return that.
 
         version   the number of steps that count here
         gone      ranks of this generation that are lost
+        how       what became of ranks that are not in the next one: "lost", "left"
         """
         began, lost = time.monotonic(), set(gone)
         before, self._seconds = self._generations.members, {}
@@ -116,7 +117,7 @@ class Regrouping:
         )
         if rank == 0:
             self._generations.tell_kept()
-            _tell(made, before, why)
+            _tell(made, before, version, how)
         self._generations.newcomers.watch(wanted=rank == 0)
         return made
 
@@ -177,23 +178,22 @@ class Regrouping:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.monotonic() - began
 
 
-def _tell(made: Generation, before: Sequence[str], why: str) -> None:
+def _tell(made: Generation, before: Sequence[str], step: int, how: str) -> None:
     """Log a generation in one line; as a warning if ranks are lost."""
-    lost = ", ".join(f"rank {rank} ({_named(before[rank])})" for rank in made.lost)
-    what = f"{lost} lost in step {made.first_step}" if lost else why
-    phases = ", ".join(
-        f"{phase} {seconds:.3f}" for phase, seconds in made.seconds.items() if phase != "total"
-    )
+    gone = ", ".join(f"rank {rank} ({_named(before[rank])})" for rank in made.lost)
+    when = f"before step {step}" if how == "left" else f"in step {step}"
+    counts = ", which counts" if how == "lost" and made.first_step > step else ""
+    phases = [f"{name} {took:.3f}" for name, took in made.seconds.items() if name != "total"]
     log.log(
-        logging.WARNING if lost else logging.INFO,
+        logging.WARNING if how == "lost" else logging.INFO,
         "generation %d: %s; %d go on, %d join, %d steps done again, %.3f s (%s)",
         made.number,
-        what,
+        f"{gone} {how} {when}{counts}" if gone else f"begins with step {made.first_step}",
         made.world_size - len(made.joined),
         len(made.joined),
         made.redone,
         made.seconds["total"],
-        phases,
+        ", ".join(phases),
     )
 
 

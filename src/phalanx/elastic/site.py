@@ -59,7 +59,7 @@ class Site(ABC):
     process    its name, which no other process of the job has
     host       the name of its host, for the log
     store      the job's; None: it is alone
-    watches    whether `watch` looks; else rank 0 does, before each vote
+    watches    True: a thread looks once a second. False: rank 0 looks before each vote
     """
 
     process: str

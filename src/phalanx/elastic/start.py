@@ -35,7 +35,7 @@ def find_site(backend: str | Backend, store: object) -> tuple[Site, int, int]:
         return SimulatedSite(process), 1, backend.world_size
     job = _find_job(store)
     if job is None:
-        return ProcessSite(backend, None, Endpoint("127.0.0.1", 0), "", ""), 1, 1
+        return ProcessSite(backend, None, Endpoint("127.0.0.1", 0), "", ""), 1, ANY
     where, token = job.store if store is None else store, find_token()
     opened = partial(open_store, where, token, job=job.job, launch=job.launch)
     site = ProcessSite(backend, opened, _route(where), job.job, token)
@@ -70,7 +70,9 @@ def _find_job(store: object) -> ElasticJob | None:
 def _route(where: object) -> Endpoint:
     """Return the address toward which other processes of the job are."""
     if not isinstance(where, str):
-        host = os.environ.get("MASTER_ADDR", "")
+        host = str(getattr(where, "host", "")) or os.environ.get(
+            "MASTER_ADDR", ""
+        )  # a TCPStore has
         return Endpoint(host or "127.0.0.1", 1)
     return parse_address(where.removeprefix(ETCD).split(",")[0])
 

@@ -7,9 +7,9 @@ checkpoint. It has two files without a name for that, which the other ranks of i
                           |
     rank 0, host a     has both open; if rank 1 is killed, it gives version 6 in its place
 
-A version is overwritten by the one after the next, so by one whose step is voted on after all ranks
-have written the one in between. What all ranks hold, as with DDP, is written in equal parts; what
-one rank holds, as with a shard or a residual, is written whole by that one.
+Version 8 overwrites version 6. By then the vote on 7 has returned, so every rank has 7. What all
+ranks hold, as with DDP, is written in equal parts; what one rank holds, as with a shard or a
+residual, is written whole by that one.
 
 On several hosts each rank sends its part to the next rank of another host, too, which has two files
 for it. Only residuals stay: they are lost with their host.
@@ -248,7 +248,7 @@ class Versions:
         self.generation, self.members = generation, tuple(members)
         self._rank, self._hosts, self._pause = backend.rank, backend.topology, pause
         self._apart = backend.subgroup(range(backend.world_size))  # no message of the program's
-        mine = [rank for rank in range(len(members)) if self._guest_of(rank) == self._rank]
+        mine = [rank for rank in range(len(members)) if self._keeper_of(rank) == self._rank]
         self._mine = {rank: _create() for rank in (self._rank, *mine)}
         self._files: dict[tuple[int, int], Files] = {  # by the rank that has them, and whose it is
             (self._rank, owner): files for owner, files in self._mine.items()
@@ -276,7 +276,7 @@ class Versions:
         """Write a version over the older of the two, here and on another host; blocks for that."""
         key, file = (version, self.generation), _older(self._mine[self._rank])
         file.write(key, part, self._pause)
-        to = self._guest_of(self._rank)
+        to = self._keeper_of(self._rank)
         guests = {
             owner: _older(files) for owner, files in self._mine.items() if owner != self._rank
         }
@@ -325,7 +325,7 @@ class Versions:
 
     def _giver(self, owner: int, living: Sequence[str]) -> tuple[int, int]:
         """Return the rank that gives an owner's part, and the rank whose files it reads."""
-        guest = self._guest_of(owner)
+        guest = self._keeper_of(owner)
         for holder in (owner,) if guest is None else (owner, guest):
             there = [
                 rank
@@ -336,7 +336,7 @@ class Versions:
                 return (holder if holder in there else min(there)), holder
         return -1, -1
 
-    def _guest_of(self, rank: int) -> int | None:
+    def _keeper_of(self, rank: int) -> int | None:
         """Return the next rank of another host, which has a rank's versions, too."""
         size = len(self.members)
         after = [(rank + distance) % size for distance in range(1, size)]
