@@ -302,18 +302,19 @@ class Elastic:
     def end_block(self, step: ElasticStep, error: BaseException | None) -> bool:
         """End a step's block; return whether the error is dealt with. `ElasticStep` calls it."""
         self._in_block = False
+        if error is not None:  # to raise it here would make a cycle, with the old group's memory
+            if not self._is_loss(error):
+                self.close()
+                return False
+            self._form(_culprits(error), "lost")
+            return True
         try:
-            if error is not None:
-                raise error
             self._count(step)
         except BaseException as raised:
             if not self._is_loss(raised):
                 self.close()
-                if raised is error:
-                    return False
                 raise
-            gone = raised.peer if isinstance(raised, LOSS) else None
-            self._form(() if gone is None else (gone,), "lost")
+            self._form(_culprits(raised), "lost")
         return True
 
     def _is_loss(self, error: BaseException) -> bool:
@@ -394,7 +395,7 @@ class Elastic:
                 self._vote("the end")
                 break
             except LOSS as error:
-                self._form(() if error.peer is None else (error.peer,), "lost")
+                self._form(_culprits(error), "lost")
         self._stop()
 
     def _refuse(self, problem: str) -> NoReturn:
@@ -436,3 +437,9 @@ class ElasticStep:
         self.state = "over"
         self.done = self._job.done > self.number
         return handled
+
+
+def _culprits(error: BaseException) -> tuple[int, ...]:
+    """Return the rank that it names as lost."""
+    peer = error.peer if isinstance(error, LOSS) else None
+    return () if peer is None else (peer,)
