@@ -17,6 +17,7 @@ from typing import Any, NoReturn, Protocol, runtime_checkable
 import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from phalanx.checkpoint.manifest import Json, to_json
@@ -49,17 +50,20 @@ class Buffer:
     """A module's buffer: as the generation began, and as the block did.
 
     counts   whether it is part of the state, and not only put back
+    silent   whether it may change while its version counter stays: torch writes the running means
+             of batch normalization so
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.counts = name not in module._non_persistent_buffers_set
+        self.silent = isinstance(module, _NormBase)
         self._of, self._name = module._buffers, name
         self._first = self._noted = self._now()
         self._copy: Tensor | None = None
 
     def note(self) -> None:
         """Note it as it is, and copy it if it has moved since the last time."""
-        if self._copy is None or self._moved_from(self._noted):
+        if self._copy is None or self.silent or self._moved_from(self._noted):
             self._noted = self._now()
             self._copy = self._noted[0].detach().clone()
 
@@ -67,7 +71,7 @@ class Buffer:
         """Let it be as it was noted."""
         tensor, seen = self._noted
         self._of[self._name] = tensor
-        if self._copy is not None and tensor._version != seen:
+        if self._copy is not None and (self.silent or tensor._version != seen):
             with torch.no_grad():
                 tensor.copy_(self._copy)
 
