@@ -192,7 +192,7 @@ links: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/links.py $(ARGS)
 
 elastic: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/elastic.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/elastic_rows.py $(ARGS)
 
 soak: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/elastic_soak.py $(ARGS)

@@ -34,7 +34,7 @@ from xxhash import xxh3_64
 import phalanx
 from phalanx import DDP, FSDP, Backend, ErrorFeedback, LocalSGD, ShardingStrategy, TopK
 from phalanx.collectives import chunk_ranges
-from phalanx.elastic.api import Generation
+from phalanx.elastic import Generation
 from phalanx.launch.store import StoreServer, listen_for_store
 
 SAMPLES, BATCH = 1000, 32

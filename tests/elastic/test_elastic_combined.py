@@ -205,7 +205,6 @@ def accumulated(wrap: Callable[[nn.Module, Backend], nn.Module], backend: Backen
     validated = torch.zeros(1, dtype=torch.float64)
 
     def step(model: nn.Module, optimizer: Optimizer, share: Share) -> None:
-        model.train()  # a loss may have ended the last block before its end
         with model.no_sync():  # type: ignore[operator]
             (loss_of(model, share) * share.weight).backward()
         stepped(model, optimizer, share, 1)
@@ -213,6 +212,7 @@ def accumulated(wrap: Callable[[nn.Module, Backend], nn.Module], backend: Backen
         with torch.no_grad():
             validated.copy_(loss_of(model, share))
         all_reduce_(validated, backend)
+        model.train()
 
     return with_adam(wrap(Model(), backend), step)
 
