@@ -284,8 +284,6 @@ class Elastic:
         made = self._regrouping.form(self._version, gone, how)
         self.history.append(made)
         self._version, self._noticed = made.first_step, False
-        for each in self._batches:
-            each.regrouped()
 
     def begin_block(self, step: ElasticStep) -> None:
         """Begin a step's block; `ElasticStep` calls it."""

@@ -36,6 +36,7 @@ _SILENT = 3.0  # seconds without a sign of life after which a newcomer counts as
 _PENALTIES = 1.0, 60.0  # seconds that a newcomer waits who did not come, first and at most
 _PIECE = 1.0  # seconds of waiting between two looks at the clock
 _PAUSES = 0.02, 0.2  # seconds between two looks of who is expected soon, and of who stands by
+_EACH = 0.005  # the least for each newcomer, before the first generation: each looks at all
 
 
 class Ended(Exception):  # noqa: N818 -- no error
@@ -106,6 +107,27 @@ class Newcomers:
             self._end = self._site.watch(self.look)
 
 
+class Waiting:
+    """A wait for the next generation.
+
+    held, gone, lost   as for `Generations.next`
+    began, last_sign   when it began, and when the job has last shown that it lives
+    failure            why the store cannot be used, if it cannot
+    awaits             what this process waits for
+    """
+
+    def __init__(
+        self,
+        held: tuple[HeldPart, ...],
+        gone: set[int],
+        lost: Callable[[], Iterable[int]],
+        now: float,
+    ) -> None:
+        self.held, self.gone, self.lost = held, gone, lost
+        self.began = self.last_sign = now
+        self.failure, self.awaits = "", Await()
+
+
 class Generations:
     """One process's way through the generations of a job.
 
@@ -162,41 +184,41 @@ class Generations:
         if site.store is None:
             self.number, self.members = self.number + 1, (site.process,)
             return Decision(self.number, self.members, "")
-        began = last_sign = site.now()
-        parts, failure, lacking = tuple(held), "", Await()
+        now = Waiting(tuple(held), gone, lost, site.now())
         self._reports, self._unread = {}, range(len(self.members))
         self._invited = self.newcomers.living(self.members)
-
-        def look() -> Decision | None:
-            nonlocal failure, lacking, last_sign, parts
-            overdue = site.now() > began + self._timeout
-            try:
-                if self.entered == self.number and site.process in self.members:
-                    gone.update(lost())
-                action = next_action(self._view(parts, gone, overdue=overdue))
-                if isinstance(action, StandBy):
-                    gone.clear()
-                    parts = ()
-                decision = self._act(action)
-                if isinstance(action, Await) and action.lacking:
-                    self._look_for_more()
-            except BackendUnavailableError as error:
-                failure = str(error)
-                return None
-            failure, lacking = "", action if isinstance(action, Await) else Await()
-            if self._has_signs() or not (lacking.lacking or self._is_newcomer()):
-                last_sign = site.now()
-            return decision
-
         while True:
             longest = _PAUSES[self._is_newcomer() and self.number > 0]
-            decision = self._store.wait(look, _PIECE, longest)
+            longest = max(longest, _EACH * len(self._order))
+            decision = self._store.wait(lambda: self._look(now), _PIECE, longest)
             if decision is not None:
                 return decision
-            if self.leaving() and (failure or lacking.lacking or self._is_newcomer()):
+            if self.leaving() and (now.failure or now.awaits.lacking or self._is_newcomer()):
                 raise Left
-            if site.now() > (began if failure else last_sign) + self._wait:
-                raise MembershipError(self._who_is_missing(failure, lacking))
+            if site.now() > (now.began if now.failure else now.last_sign) + self._wait:
+                raise MembershipError(self._who_is_missing(now.failure, now.awaits))
+
+    def _look(self, now: Waiting) -> Decision | None:
+        """Look at the store once, and do what there is to do; return a decision that counts."""
+        site = self._site
+        overdue = site.now() > now.began + self._timeout
+        try:
+            if self.entered == self.number and site.process in self.members:
+                now.gone.update(now.lost())
+            action = next_action(self._view(now.held, now.gone, overdue=overdue))
+            if isinstance(action, StandBy):
+                now.gone.clear()
+                now.held = ()
+            decision = self._act(action)
+            now.failure, now.awaits = "", action if isinstance(action, Await) else Await()
+            if now.awaits.lacking:
+                self._look_for_more()
+            if self._has_signs() or not (now.awaits.lacking or self._is_newcomer()):
+                now.last_sign = site.now()
+        except BackendUnavailableError as error:
+            now.failure = str(error)
+            return None
+        return decision
 
     def _is_newcomer(self) -> bool:
         return self._site.process not in self.members
@@ -218,7 +240,9 @@ class Generations:
 
     def _decided(self, action: JoinGeneration | StandBy) -> Decision | None:
         """Take the decision as known; return it if it has this process and is the newest."""
-        decision = action.decision
+        decision, process = action.decision, self._site.process
+        if process in self.members:
+            self._store.drop_report(self.number, self.members.index(process))
         self.number, self.members = decision.generation, decision.members
         self.newcomers.joined(decision.members)
         self._reports, self._unread = {}, range(len(self.members))
