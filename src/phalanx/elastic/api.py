@@ -320,20 +320,19 @@ class Elastic:
     def leave_block(self, step: ElasticStep, error: BaseException | None) -> bool:
         """End a step's block; return whether the error is dealt with."""
         self._in_block = False
-        if error is not None and not self._is_loss(error):
-            self.close()
-            return False
+        if error is not None:  # to raise it here would make a cycle, with the old group's memory
+            if not self._is_loss(error):
+                self.close()
+                return False
+            self._form(self._culprits(error), str(error))
+            return True
         try:
-            if error is not None:
-                raise error
             self._count(step)
-        except LOSS as loss:
-            self._form(self._culprits(loss), str(loss))
         except BaseException as other:
             if not self._is_loss(other):
                 self.close()
                 raise
-            self._form((), str(other))
+            self._form(self._culprits(other), str(other))
         return True
 
     def _is_loss(self, error: BaseException) -> bool:
