@@ -93,7 +93,7 @@ class Step(NamedTuple):
     number: int
     generation: int
     at: float
-    samples: list[int]
+    samples: tuple[int, int]  # the first, and how many follow each other
     digest: int
 
 
@@ -143,7 +143,9 @@ def train(training: Training, environ: Mapping[str, str], log: str, to: Connecti
         if step.done:
             whole = training.way in WHOLE
             digest = digest_of(model.parameters()) if whole else 0
-            to.send(Step(step.number, step.generation, time.monotonic(), samples, digest))
+            part = samples[0], len(samples)
+            assert samples == list(range(part[0], sum(part)))
+            to.send(Step(step.number, step.generation, time.monotonic(), part, digest))
     assert ballast.numel() == training.ballast << 20  # it was there until now
     states = [each for state in optimizer.state.values() for each in state.values()]
     to.send(End(job.backend.rank, [digest_of([each]) for each in [*model.parameters(), *states]]))
@@ -353,13 +355,12 @@ class Job:
         return len(counted)
 
 
-def samples_of(number: int, rank: int, size: int) -> list[int]:
-    """Return a rank's part of a step's joined batch."""
+def samples_of(number: int, rank: int, size: int) -> tuple[int, int]:
+    """Return a rank's part of a step's joined batch: its first sample, and their number."""
     in_epoch = -(-SAMPLES // BATCH)
     first = number % in_epoch * BATCH
-    joined = range(first, min(first + BATCH, SAMPLES))
-    begin, end = chunk_ranges(len(joined), size)[rank]
-    return list(joined[begin:end] or joined[:1])
+    begin, end = chunk_ranges(min(BATCH, SAMPLES - first), size)[rank]
+    return (first + begin, end - begin) if begin < end else (first, 1)
 
 
 @contextlib.contextmanager
