@@ -46,7 +46,8 @@
 #   make links     how much of a link of 1 and 10 Gbit/s ranks use, beside Gloo; needs root
 #   make attack    strangers at every door of a job, hostile files, forks, signals: all that is refused
 #   make elastic   elastic jobs whose ranks are killed, stopped, told to leave, replaced: how soon the
-#                  others go on, and what it costs them; 45 minutes, ARGS="--only kill --count 0.1"
+#                  others go on; 45 minutes, or ARGS="--only kill --count 0.1"
+#   make elastic-costs  what it costs their steps when nothing fails
 #   make soak      an elastic job with mixed faults: steps, memory, descriptors; half an hour
 #   make kill-saves checkpoints whose save is killed, or whose disk is full
 #   make notices   ranks told to leave at random moments: one checkpoint, exit code 75, and the run that
@@ -110,7 +111,7 @@ OTHERS ?= accelerate deepspeed torchft hivemind
 DEBIAN := slurmctld slurmd slurm-client chromium
 
 .PHONY: demo test test-quick test-torch-next test-clients recipes lint docs format bench stress exact blame torch-blame bad-days fuzz flood attack \
-	wide two-hosts links kill-saves notices combinations fence mutants elastic soak agreement torch device loss-against-bytes slow-link pipeline-bubble thresholds numbers beside gate \
+	wide two-hosts links kill-saves notices combinations fence mutants elastic elastic-costs soak agreement torch device loss-against-bytes slow-link pipeline-bubble thresholds numbers beside gate \
 	main-path clean
 
 demo: $(READY)
@@ -193,6 +194,9 @@ links: $(READY)
 
 elastic: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/elastic_rows.py $(ARGS)
+
+elastic-costs: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/elastic_costs.py $(ARGS)
 
 soak: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/elastic_soak.py $(ARGS)

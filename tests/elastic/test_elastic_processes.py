@@ -38,6 +38,12 @@ def others_train(job: Job, gone: Process, after: int) -> Callable[[], list[Proce
     return look
 
 
+def memory_files(process: Process) -> int:
+    """Return how many descriptors of shared memory a process has."""
+    folder = Path(f"/proc/{process.pid}/fd")
+    return sum("memfd:" in os.readlink(path) for path in folder.iterdir())
+
+
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("way", ["ddp", "full_shard"])
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
@@ -84,12 +90,14 @@ def test_a_second_rank_dies_while_the_next_generation_waits_for_it() -> None:
 
 
 def test_a_stopped_rank_comes_back_in_its_process_when_it_goes_on() -> None:
-    with start(Training(ranks=3, heartbeat=0.5)) as job:
+    with start(Training("full_shard", ranks=3, heartbeat=0.5)) as job:
         stopped = job.until_all_train()[1]
+        files = memory_files(stopped)
         os.kill(stopped.pid, signal.SIGSTOP)
         job.until(others_train(job, stopped, 1), "the others train")
         os.kill(stopped.pid, signal.SIGCONT)
         assert job.until_all_train(2)[2] is stopped
+        assert memory_files(stopped) == files, "those of the first group are closed"
         job.check()
 
 
