@@ -261,11 +261,9 @@ def inputs_of(numbers: Sequence[int]) -> Tensor:
 # The oracle
 
 
-def joined_batches(way: Way) -> Iterator[list[int]]:
+def joined_batches(samples: int, **options: Any) -> Iterator[list[int]]:
     """Yield the batches of one process that trains alone, epoch after epoch."""
-    alone = SimulatedBackend.create_group(1)[0]
-    options: dict[str, Any] = {**way.batches}
-    sampler = BatchSampler(way.samples, alone, batch_size=BATCH, **options)
+    sampler = BatchSampler(samples, SimulatedBackend.create_group(1)[0], **options)
     while True:
         yield from sampler
 
@@ -278,7 +276,7 @@ class Oracle:
 
     def __init__(self, way: Way, folder: Path, backend: Backend) -> None:
         self._training, self._folder, self._backend = way.make(backend), folder, backend
-        self._batches = joined_batches(way)
+        self._batches = joined_batches(way.samples, batch_size=BATCH, **way.batches)
 
     def load(self, step: int) -> None:
         training = self._training

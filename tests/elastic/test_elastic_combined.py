@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from elastic_script import (
     Training,
     Way,
     filled,
+    joined_batches,
     loss_of,
+    number_of,
     oracle,
     script,
     train,
@@ -32,7 +35,7 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx import DDP, FSDP, Backend, Elastic, ShardingStrategy
-from phalanx.collectives import ReduceOp, all_reduce_, all_reduce_coalesced_
+from phalanx.collectives import ReduceOp, all_gather_object, all_reduce_, all_reduce_coalesced_
 
 Optimizer = torch.optim.Optimizer
 
@@ -221,6 +224,12 @@ def sgd(model: nn.Module) -> Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05)
 
 
+def compiled(backend: Backend) -> Training:
+    model = DDP(Model(), backend)
+    fast = torch.compile(model, backend="eager")
+    return with_adam(model, lambda _, optimizer, share: stepped(fast, optimizer, share))
+
+
 HYBRID = wrapped(lambda m, b: FSDP(m, b, strategy=ShardingStrategy.hybrid(2)))
 COMBINED: Mapping[str, Way] = {
     "average": Way(with_average),
@@ -242,6 +251,7 @@ COMBINED: Mapping[str, Way] = {
     "shuffled": Way(WAYS["full_shard"].make, {"seed": 3}, samples=10),
     "drop_last": Way(WAYS["ddp"].make, {"drop_last": True, "seed": 1}, samples=11),
     "lengths": Way(WAYS["ddp"].make, {"lengths": [*range(13)], "pool": 2}, samples=13),
+    **({"compiled": Way(compiled)} if LONG else {}),  # 3 s, of torch's compiler
 }
 
 
@@ -255,6 +265,39 @@ def test_the_end_is_that_of_checkpoints_whatever_is_combined(name: str) -> None:
         for turn in range(turns[process]) if LONG else few:
             run, _ = train(way, 3, {process: turn})
             assert run.ends.keys() == {0, 1, 2} - {process}
+
+
+@pytest.mark.parametrize("crashed", range(3))
+def test_a_sampler_and_a_loader_in_one_step_deal_each_sample_once_in_an_epoch(crashed: int) -> None:
+    options: list[dict[str, Any]] = [{"batch_size": 4, "seed": 1}, {"batch_size": 2, "seed": 2}]
+    seen: dict[int, list[list[int]]] = {}
+
+    def take(backend: Backend) -> None:
+        job, process = Elastic(backend), number_of(backend)
+        dealers = [
+            job.sampler(10, **options[0]),
+            job.loader(range(7), drop_last=True, collate_fn=list, **options[1]),  # type: ignore[arg-type]
+        ]
+        job.keep(model=Model())
+        seen[process] = []
+        for step in job.steps(8):
+            with step:
+                taken = [each.take() for each in dealers]
+                weights = [each.weight for each in dealers]
+                told = all_gather_object([weights, taken], job.backend)
+            if step.done:
+                first, second = (
+                    [number for weights, taken in told if weights[at] for number in taken[at]]
+                    for at in (0, 1)
+                )
+                seen[process].append(first + second)
+
+    turns = phalanx.simulate(take, 3).turns
+    phalanx.simulate(take, 3, crashes={crashed: turns[crashed] * 2 // 3})
+    firsts = joined_batches(10, **options[0])
+    seconds = joined_batches(7, drop_last=True, **options[1])
+    expected = [first + second for first, second in islice(zip(firsts, seconds, strict=True), 8)]
+    assert [joined for process, joined in seen.items() if process != crashed] == [expected] * 2
 
 
 # ------------------------------------------------------------------------------
