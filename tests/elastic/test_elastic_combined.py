@@ -310,7 +310,7 @@ def test_strategies_of_groups_have_whole_groups_and_the_others_stand_by(crashed:
     assert run.generations == {1: (0, 4)}
     assert set(run.left.values()) == {0}  # one comes after the end
     process = next(process for process, end in run.ends.items() if end.rank == crashed)
-    run, _ = train(HYBRID, 5, {process: turns[process] * 7 // 8})
+    run, _ = train(HYBRID, 5, {process: turns[process] * 6 // 8})
     sizes = [size for _, size in run.generations.values()]
     assert sizes == ([4, 4] if crashed else [4, 2, 4])  # rank 0 alone knows who stands by
     assert len(run.ends) == 4

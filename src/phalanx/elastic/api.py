@@ -130,7 +130,7 @@ class Elastic:
         self._regrouping: Regrouping | None = None
         self._version = self._total = 0  # steps that count, and all
         self._in_block = self._told_to_leave = self._noticed = self._over = False
-        self._block_began = 0.0
+        self._block_began, self._exit_code = 0.0, AGAIN
         self._flags = torch.zeros(1, dtype=torch.int64)
 
     # What is kept -----------------------------------------------------------------------------
@@ -219,12 +219,12 @@ class Elastic:
                 if step.state == "new":
                     self._refuse(f"the block of step {step.number} was not entered: `with step:`")
                 if self._over:
-                    raise Left
+                    raise SystemExit(self._exit_code)
             self._finish()
         except BaseException as error:
             self.close()
-            if isinstance(error, Ended | Left):
-                raise SystemExit(AGAIN if isinstance(error, Left) else 0) from None
+            if isinstance(error, (Ended, Left)):
+                raise SystemExit(error.exit_code) from None
             raise
 
     def close(self) -> None:
@@ -300,19 +300,20 @@ class Elastic:
     def end_block(self, step: ElasticStep, error: BaseException | None) -> bool:
         """End a step's block; return whether the error is dealt with. `ElasticStep` calls it."""
         self._in_block = False
-        if error is not None:  # to raise it here would make a cycle, with the old group's memory
-            if not self._is_loss(error):
-                self.close()
-                return False
-            self._form(_culprits(error), "lost")
-            return True
+        if error is not None and not self._is_loss(error):
+            self.close()
+            return False
         try:
-            self._count(step)
-        except BaseException as raised:
-            if not self._is_loss(raised):
-                self.close()
-                raise
-            self._form(_culprits(raised), "lost")
+            if error is not None:  # to raise it would make a cycle, with the old group's memory
+                self._form(_culprits(error), "lost")
+            else:
+                self._count_or_form(step)
+        except (Ended, Left) as over:  # `steps` says so
+            self._exit_code = over.exit_code
+            self.close()
+        except BaseException:
+            self.close()
+            raise
         return True
 
     def _is_loss(self, error: BaseException) -> bool:
@@ -320,6 +321,15 @@ class Elastic:
         failure = self.backend.failure
         follows = failure is not None and issubclass(failure.error, LOSS)
         return isinstance(error, LOSS) or (isinstance(error, DistributedError) and follows)
+
+    def _count_or_form(self, step: ElasticStep) -> None:
+        """Let the step count, or go on in the next generation."""
+        try:
+            self._count(step)
+        except DistributedError as error:
+            if not self._is_loss(error):
+                raise
+            self._form(_culprits(error), "lost")
 
     def _count(self, step: ElasticStep) -> None:
         """Take the step as taken, keep the version after it, and vote."""

@@ -30,6 +30,7 @@ from phalanx.elastic.membership import (
 from phalanx.elastic.site import LOOK, Site
 from phalanx.elastic.stores import JobStore
 from phalanx.errors import BackendUnavailableError, DesyncError, MembershipError
+from phalanx.launch.report import AGAIN
 
 _QUIET = 3.0  # seconds without a newcomer after which the first generation forms
 _SILENT = 3.0  # seconds without a sign of life after which a newcomer counts as gone
@@ -42,9 +43,13 @@ _EACH = 0.005  # the least for each newcomer, before the first generation: each 
 class Ended(Exception):  # noqa: N818 -- no error
     """The training has come to its end before this process came."""
 
+    exit_code = 0
+
 
 class Left(Exception):  # noqa: N818 -- no error
     """This process is to leave, and there is no group that it would have to leave."""
+
+    exit_code = AGAIN
 
 
 class Newcomers:
