@@ -23,6 +23,18 @@ def test_the_end_is_that_of_checkpoints_wherever_a_process_crashes(name: str) ->
             assert run.ends.keys() >= {0, 1, 2} - {process}
 
 
+@pytest.mark.parametrize("name", ["full_shard", "top_k"])
+def test_a_second_rank_may_die_while_the_next_generation_forms(name: str) -> None:
+    """What the first one had is then in the versions of two generations ago."""
+    way = WAYS[name]
+    _, turns = train(way, 4)
+    first = {1: turns[1] * 2 // 3}
+    _, turns = train(way, 4, first)
+    for turn in range(turns[2] // 2, turns[2], 1 if LONG else 8):
+        run, _ = train(way, 4, {**first, 2: turn})
+        assert run.ends.keys() == {0, 3}
+
+
 @settings(max_examples=examples(60))
 @given(
     st.sampled_from(sorted(WAYS)),
