@@ -263,7 +263,6 @@ def average(model: Any) -> Any:
 
 IN_CONTEXTS = {
     "no_sync": lambda backend: DDP(mlp(), backend).no_sync,
-    "join": lambda backend: partial(FSDP(mlp(), backend).join, lambda: None),
     "step": lambda backend: partial(LocalSGD(mlp(), backend, every=2).step, 0, micro_batches=0),
     "averaged": lambda backend: DiLoCo(mlp(), backend, every=2, outer=plain_sgd).averaged,
     "summon_full_params": lambda backend: FSDP(mlp(), backend).summon_full_params,

@@ -230,9 +230,6 @@ class Elastic:
     def close(self) -> None:
         """Leave the group at once; the others take this rank as lost."""
         self._stop()
-        self._memory.close()
-        for each in self._batches:
-            each.close()
         self.backend.inner.close()
 
     def _stop(self) -> None:
@@ -240,6 +237,9 @@ class Elastic:
         self._over = True
         if self._generations is not None:
             self._generations.newcomers.watch(wanted=False)
+        self._memory.close()
+        for each in self._batches:
+            each.close()
         self._site.close()
         if self._notice is not None:
             self._notice.close()
@@ -426,7 +426,7 @@ class ElasticStep:
     @property
     def weight(self) -> float:
         """Of this rank's loss, so that the mean over the ranks is that of the joined batch: 1.0
-        unless the ranks' parts differ in size.
+        unless the ranks' parts differ in size. With several samplers each has its own `weight`.
         """
         return self._job.weight
 

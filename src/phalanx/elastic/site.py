@@ -244,7 +244,7 @@ class SimulatedEntries(KeyValueStore):
         return self._process.store.compare_set(key, expected, value).decode()
 
     @override
-    def pauses(self, seconds: float, longest: float) -> Iterator[object]:
+    def pauses(self, seconds: float, longest: float = 1.0) -> Iterator[object]:
         end = self._process.now() + seconds
         while self._process.now() < end:
             yield None

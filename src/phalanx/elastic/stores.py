@@ -77,7 +77,7 @@ class KeyValueStore(ABC):
     def compare_set(self, key: str, expected: str, value: str) -> str:
         """Set the value of a key that has `expected`, "" for none; return its value then."""
 
-    def pauses(self, seconds: float, longest: float) -> Iterator[object]:
+    def pauses(self, seconds: float, longest: float = _LONGEST_PAUSE) -> Iterator[object]:
         """Sleep between two looks at a value that changes, until `seconds` have passed."""
         return tries(time.monotonic() + seconds, longest)
 
