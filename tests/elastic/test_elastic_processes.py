@@ -18,7 +18,9 @@ from launchers import Launch, environ_without_launcher, finish, run_of_warm_rank
 from processes import fork_server
 from waiting import wait_until
 
+from phalanx.elastic.site import ProcessSite
 from phalanx.elastic.stores import open_store
+from phalanx.wire.control import Endpoint
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -178,3 +180,12 @@ def test_the_launcher_ends_with_75_if_it_is_told_and_all_leave(tmp_path: Path) -
         launcher.process.terminate()
         code, lines, errors = finish(launcher)
     assert (code, lines) == (75, []), errors
+
+
+def test_a_process_listens_at_a_port_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHALANX_PORTS", "41200-41299")
+    site = ProcessSite("tcp", None, Endpoint("127.0.0.1", 1), "", "")
+    host, _, port = site.address().partition(":")
+    site.close()
+    assert host == "127.0.0.1"
+    assert 41200 <= int(port) <= 41299

@@ -24,7 +24,7 @@ from phalanx.errors import BackendUnavailableError, DistributedError, Unsupporte
 from phalanx.transport import backends
 from phalanx.transport.simulated import SimulatedBackend
 from phalanx.transport.simulated_process import SimulatedProcess
-from phalanx.transport.tcp.addresses import address_toward
+from phalanx.transport.tcp.addresses import listen_toward
 from phalanx.wire.control import Endpoint, is_loopback
 
 MEETING = 5.0  # seconds that the ranks of a generation have to connect to each other
@@ -116,17 +116,15 @@ class ProcessSite(Site):
         self._open_store = open_store
         self.store = open_store() if open_store is not None else None
         self._listener: socket.socket | None = None
+        self._endpoint = route  # of the listener, once there is one
 
     @override
     def address(self) -> str:
         if self._listener is None:
             one_host = is_loopback(self._route.host)
-            host = address_toward(*self._route, one_host=one_host)
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._listener = socket.create_server((host, 0), family=family)
+            self._listener, self._endpoint = listen_toward(self._route, one_host=one_host)
             self._listener.setblocking(False)
-        host, port, *_ = self._listener.getsockname()
-        return str(Endpoint(host, port))
+        return str(self._endpoint)
 
     @override
     def meet(self, generation: int, rank: int, size: int, address: str, timeout: float) -> Backend:

@@ -70,10 +70,8 @@ def _find_job(store: object) -> ElasticJob | None:
 def _route(where: object) -> Endpoint:
     """Return the address toward which other processes of the job are."""
     if not isinstance(where, str):
-        host = str(getattr(where, "host", "")) or os.environ.get(
-            "MASTER_ADDR", ""
-        )  # a TCPStore has
-        return Endpoint(host or "127.0.0.1", 1)
+        host = getattr(where, "host", "") or os.environ.get("MASTER_ADDR", "")  # a TCPStore has one
+        return Endpoint(str(host) or "127.0.0.1", 1)
     return parse_address(where.removeprefix(ETCD).split(",")[0])
 
 
