@@ -132,6 +132,7 @@ class Kept:
         self._parameters: list[tuple[Tensor, int]] = []  # with version counters
         self._buffers: list[Buffer] = []
         self._flags = Flags(nn.Module())
+        self._has_own = False  # wrappers have a state of each rank, of new tensors each time
         self._is_spread = False  # no rank has all, whatever buffers do
         self._noted: tuple[Json, list[Json]] | None = None
         self._begun_at: int | None = None  # the version of the block's start
@@ -224,10 +225,10 @@ class Kept:
         ]
         self._flags = Flags(model)
         self._part, self._noted = None, self._values()
-        own = any(each.compression or each.optimizers_apart for each in self.wrappers)
+        self._has_own = any(each.compression or each.optimizers_apart for each in self.wrappers)
         cut = any(each.all_slices()[1] is not None for each in self.wrappers)
         sharded = any(isinstance(each, ShardedOptimizer) for each in self.optimizers)
-        self._is_spread = own or cut or sharded
+        self._is_spread = self._has_own or cut or sharded
 
     def begin_block(self) -> None:
         """Note the state before a step. `MisuseError` if it changed since the last one's end."""
@@ -299,13 +300,12 @@ class Kept:
         tensors: list[object] = [*self.model.buffers()]
         for optimizer in self.optimizers:
             tensors += [value for of in optimizer.state.values() for value in of.values()]
-        own = any(each.own_state() for each in self.wrappers)
         known = self._part
-        same = known is not None and len(known[0]) == len(tensors) and not own
+        same = known is not None and len(known[0]) == len(tensors) and not self._has_own
         if known is None or not same or any(a is not b for a, b in zip(known[0], tensors)):  # noqa: B905
-            made = self.holding()
-            self.uncuttable = self._find_uncuttable(made)
-            known = tensors, part_of(made, self._backend.world_size, self._replicated(made))
+            made, cut = self.holding(), self._cut()
+            self.uncuttable = self._find_uncuttable(made, cut)
+            known = tensors, part_of(made, self._backend.world_size, self._replicated(made, cut))
             self._part = known
         self._put_noted(known[1].parts)
         return known[1]
@@ -340,9 +340,6 @@ class Kept:
         for parameter in self.model.parameters():
             parameter.grad = None
 
-    def _note_end(self) -> None:
-        self._noted = self._values()
-
     def _values(self) -> tuple[Json, list[Json]]:
         """Return the other objects' states, and the optimizers' options."""
 
@@ -363,9 +360,9 @@ class Kept:
         ]
         return to_json(self.values(), "keep", keep), options
 
-    def _replicated(self, made: Holding) -> set[str]:
+    def _replicated(self, made: Holding, cut: set[str]) -> set[str]:
         """Return the names of tensors that all ranks hold whole, with the same values."""
-        names = model_state(self.model).parameters.keys() - self._cut()
+        names = model_state(self.model).parameters.keys() - cut
         apart = any(wrapper.optimizers_apart for wrapper in self.wrappers)
         for optimizer, part in zip(self.optimizers, made.parts, strict=False):
             if (
@@ -378,11 +375,10 @@ class Kept:
                     names = names | {record.tensor for record in records if record.tensor}
         return names
 
-    def _find_uncuttable(self, made: Holding) -> str:
+    def _find_uncuttable(self, made: Holding, cut: set[str]) -> str:
         """Return what belongs to a shard of another number of ranks as little as to a checkpoint's:
         such as the history of L-BFGS. A `ShardedOptimizer` has whole parameters.
         """
-        cut = self._cut()
         for optimizer, part in zip(self.optimizers, made.parts, strict=False):
             if part.optimizer is None or isinstance(optimizer, ShardedOptimizer):
                 continue
