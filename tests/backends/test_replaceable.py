@@ -49,9 +49,11 @@ def test_who_is_gone_is_told_without_waiting_and_with_the_reason(ranks: Threads)
 
 @ways
 def test_a_broken_group_tells_of_the_next_rank_that_is_lost(ranks: Threads) -> None:
+    all_have_met = threading.Barrier(3)
     broken, told = threading.Event(), threading.Event()
 
     def look(backend: Backend) -> list[int]:
+        all_have_met.wait(PATIENCE)  # or rank 1 might lose rank 2 while it still connects
         if backend.rank == 2:
             backend.abort()
         else:

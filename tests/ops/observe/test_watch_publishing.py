@@ -139,6 +139,7 @@ def test_ranks_publish_while_somebody_watches_and_no_thread_is_there_before_or_a
         threads.append(thread_of(backend.rank))
         return threads
 
+    wait_until(lambda: not (thread_of(0) or thread_of(1)))  # those of a test before
     assert TCP.run(run, 2) == [[False, True], [False, True]]
     ended = WatchFolder(tmp_path).read()
     assert ended is not None
