@@ -65,7 +65,7 @@ BUDGETS = {  # of each package: lines, files
     "ops.bench": (2_231, 8),
     "ops.clusters": (840, 5),
     "ops.interop": (905, 4),
-    "ops.observe": (3_753, 18),
+    "ops.observe": (3_751, 18),
     "optim": (428, 3),
     "parallel": (5_144, 23),
     "pipeline": (2_102, 8),
@@ -74,7 +74,7 @@ BUDGETS = {  # of each package: lines, files
     "training": (1_594, 8),
     "transport": (1_046, 6),  # without its packages
     "transport.shm": (1_603, 9),
-    "transport.tcp": (3_697, 13),
+    "transport.tcp": (3_703, 13),
     "wire": (1_338, 6),
 }
 LONGEST_BODY = 45  # lines of a function, without signature and docstring
