@@ -13,12 +13,15 @@ of the joined batch; replicas are equal in every step.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import secrets
 import signal
+import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -108,8 +111,12 @@ class End(NamedTuple):
 # In the processes
 
 
-def train(training: Training, environ: Mapping[str, str], log: str, to: Connection) -> None:
-    """Be a process of the job; say all that happens."""
+def train(
+    training: Training, environ: Mapping[str, str], log: str, host: str, to: Connection
+) -> None:
+    """Be a process of the job, on a host of a network if one is named; say all that happens."""
+    if host:
+        networks().enter(host)
     with open(log, "ab") as file:
         os.dup2(file.fileno(), 2)
     os.environ.update(environ)
@@ -160,6 +167,14 @@ def _strike(training: Training, job: phalanx.Elastic, number: int) -> None:
         job.leave()
 
 
+def networks() -> Any:
+    """Return the module of networks to break (tests/multiprocess/networks.py)."""
+    folder = str(Path(__file__).parents[1] / "tests" / "multiprocess")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module("networks")
+
+
 def digest_of(tensors: Any) -> int:
     """Return a hash of the bytes of tensors, or of other values."""
     found: Any = xxh3_64()
@@ -176,8 +191,9 @@ def digest_of(tensors: Any) -> int:
 class Process:
     """One of a job's processes, and what it has said."""
 
-    def __init__(self, process: Any, said: Connection) -> None:
+    def __init__(self, process: Any, said: Connection, host: int) -> None:
         self.pid: int = process.pid
+        self.host = host  # its number in the network, if there is one
         self.handle, self.said = process, said
         self.open = True
         self.ranks: dict[int, tuple[int, Generation]] = {}  # by generation
@@ -216,20 +232,23 @@ class Process:
 
 
 class Job:
-    """A job on this host.
+    """A job on this host, or on those of a network.
 
     where     its store, for `PHALANX_STORE`; "": one in this process
     context   starts its processes; None: the fork server that `warm_up` has prepared
+    network   has a host for each rank, and one more for the store
     """
 
-    def __init__(self, training: Training, *, where: str = "", context: Any = None) -> None:
-        self.training = training
+    def __init__(
+        self, training: Training, *, where: str = "", context: Any = None, network: Any = None
+    ) -> None:
+        self.training, self._network = training, network
         self._context = context or get_context("forkserver")
         self.processes: list[Process] = []
         self.token, self.name = secrets.token_hex(16), f"job-{secrets.token_hex(4)}"
         self._server = None
         if not where:
-            listener = listen_for_store("127.0.0.1", 0)
+            listener = listen_for_store("127.0.0.1", 0) if network is None else self._listen()
             self._server = StoreServer(listener, self.token.encode(), job=self.name)
             where = str(self._server.endpoint)
         self.where = where
@@ -242,16 +261,31 @@ class Job:
         self._folder = tempfile.TemporaryDirectory(prefix="elastic-")
         self._started = 0
 
+    def _listen(self) -> socket.socket:
+        """Listen on the store's host: only the thread that opens a socket has to be there."""
+        network, store, opened = self._network, self.training.ranks, list[socket.socket]()
+
+        def run() -> None:
+            networks().enter(network.host(store))
+            opened.append(listen_for_store(network.address(store), 0))
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        return opened[0]
+
     def start(self, count: int = 1) -> list[Process]:
         """Start processes; return them."""
         context, started = self._context, []
         for _ in range(count):
             said, to = context.Pipe(duplex=False)
-            words = self.training, self._environ, str(self._log(self._started)), to
+            host = self._started % self.training.ranks
+            name = "" if self._network is None else self._network.host(host)
+            words = self.training, self._environ, str(self._log(self._started)), name, to
             process = context.Process(target=train, args=words, daemon=True)
             process.start()
             to.close()
-            started.append(Process(process, said))
+            started.append(Process(process, said, host))
             self._started += 1
         self.processes += started
         return started
@@ -364,11 +398,12 @@ def samples_of(number: int, rank: int, size: int) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def running(
-    training: Training, *, where: str = "", processes: int = 0, context: Any = None
-) -> Iterator[Job]:
-    """A job with so many processes, or as many as train, until the end of this context."""
-    job = Job(training, where=where, context=context)
+def running(training: Training, *, processes: int = 0, **options: Any) -> Iterator[Job]:
+    """A job with so many processes, or as many as train, until the end of this context.
+
+    `options` are those of `Job`.
+    """
+    job = Job(training, **options)
     try:
         job.start(processes or training.ranks)
         yield job

@@ -8,6 +8,8 @@ Each row's results are checked (elastic_job.py), and the run fails where they ar
     kill        `kill -9` of a rank, by wrapper and backend; "memory": each rank has 2 GiB
     etcd        the job's entries are in three members of etcd; also with the leader killed
     stop        SIGSTOP: until the others go on; then SIGCONT, and the rank is back
+    cut         the rank's host is cut off, one way or both; then the network heals, and it is back.
+                Hosts are network namespaces, which takes root
     pause       a notice to leave, a newcomer: the longest time without a step on any other rank
     met         from the decision until the first collective of the new group
     equal       the parameters at the end: a rank killed in a step, one that leaves before it, and a
@@ -35,7 +37,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from elastic_job import Job, Process, Training, pauses_of, running, warm_up
+from elastic_job import Job, Process, Training, networks, pauses_of, running, warm_up
 from rich.console import Console
 from rich.table import Table
 
@@ -77,14 +79,22 @@ def first_in(ranks: Sequence[Process], generation: int) -> float:
     )
 
 
-def lose_one(job: Job, number: int, draw: random.Random, by: signal.Signals) -> Lost:
-    """Send a rank a signal at a random moment; wait until all others who can train do."""
+def lose_one(
+    job: Job, number: int, draw: random.Random, by: signal.Signals | Callable[[Process], object]
+) -> Lost:
+    """Send a rank a signal, or do something else to it, at a random moment.
+
+    Wait until all others who can train do.
+    """
     ranks = job.until_all_train()
     job.pause(draw.uniform(0.0, MOMENT))
     generation = max(process.generation for process in ranks)
     victim = ranks[number % len(ranks)]
     began = time.monotonic()
-    os.kill(victim.pid, by)
+    if isinstance(by, signal.Signals):
+        os.kill(victim.pid, by)
+    else:
+        by(victim)
     size = job.training.size(len(job.living) - 1)
 
     def others() -> list[Process]:
@@ -140,6 +150,25 @@ def stop(count: int, draw: random.Random) -> Mapping[str, list[float]]:
             lost = lose_one(job, number, draw, signal.SIGSTOP)
             found.append(lost.seconds - HEARTBEAT)
             os.kill(lost.victim.pid, signal.SIGCONT)
+            assert lost.victim in job.until_all_train(lost.generation + 1)
+        job.check()
+    return {"beyond the heartbeat": found}
+
+
+def cut(count: int, draw: random.Random, **directions: bool) -> Mapping[str, list[float]]:
+    """Cut a rank's host off so many times; when the network heals, it has to come back."""
+    found = []
+    training = Training(backend="tcp", heartbeat=HEARTBEAT)
+    with (
+        networks().Network(training.ranks + 1) as network,
+        running(training, network=network) as job,
+    ):
+        for number in range(count):
+            lost = lose_one(
+                job, number, draw, lambda victim: network.cut(victim.host, **directions)
+            )
+            found.append(lost.seconds - HEARTBEAT)
+            network.heal(lost.victim.host)
             assert lost.victim in job.until_all_train(lost.generation + 1)
         job.check()
     return {"beyond the heartbeat": found}
@@ -269,6 +298,9 @@ ROWS: Mapping[str, Row] = {
     "etcd": Row(40, kill_over_etcd, {"": Asked(p95=0.4)}),
     "etcd leader": Row(10, kill_with_leader, {"": Asked(worst=5.0)}),
     "stop": Row(60, stop, {"beyond the heartbeat": Asked(p95=0.5)}),
+    "cut both ways": Row(20, cut, {"beyond the heartbeat": Asked(p95=0.5)}),
+    "cut inward": Row(20, partial(cut, go_out=False), {"beyond the heartbeat": Asked(p95=0.5)}),
+    "cut outward": Row(20, partial(cut, come_in=False), {"beyond the heartbeat": Asked(p95=0.5)}),
     "pause": Row(60, pause, {"notice": Asked(p95=0.4), "join": Asked(p95=0.4)}),
     "met 4": Row(40, partial(met, ranks=4), {"4 ranks": Asked(0.03)}),
     "met 16": Row(20, partial(met, ranks=16), {"16 ranks": Asked(0.25)}),

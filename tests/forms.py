@@ -46,9 +46,9 @@ def sizes(short: T, long: T) -> T:
 # Parts of the names of files that take seconds, wait, or use sockets: not in the quick form.
 SLOW = """
 agreement arena batch_norm blame checkpoint_a checkpoint_d clip common_fails compile compression_
-copies cost_model cross_entropy desync_ends device_staging diloco drift failures forks fuzz
-grad_scaler hostile interrupts join kept_messages kills large learned_types linear local_ mesh
-native_steps object_messages own_stage pace passes pipeline_schedules pipeline_training
+copies cost_model cross_entropy desync_ends device_staging diloco drift elastic_n elastic_p failures
+forks fuzz grad_scaler hostile interrupts join kept_messages kills large learned_types linear local_
+mesh native_steps object_messages own_stage pace passes pipeline_schedules pipeline_training
 pipeline_wrapped programs property random_k rank_order resharding retries service_ shm_bits
 shm_control sparse stress tcp timeouts torch torn two_level waits whole_model wide
 """

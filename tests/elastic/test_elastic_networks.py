@@ -1,0 +1,106 @@
+"""Elastic jobs on several hosts, between which the network fails.
+
+Each rank is on a host of its own, and the job's store on one more (multiprocess/networks.py).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from forms import LONG
+from networks import Network, why_not
+from processes import fork_server
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from elastic_job import Job, Training, running
+
+start = partial(running, context=fork_server())
+RANKS = 4
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    if why_not():
+        pytest.skip(why_not())
+    with Network(RANKS + 1) as made:
+        yield made
+
+
+def training(way: str = "full_shard") -> Training:
+    return Training(way, "auto", RANKS, heartbeat=1.0)
+
+
+def members(job: Job, generation: int) -> set[int]:
+    """Return the hosts whose ranks had a step that counts in a generation."""
+    return {
+        process.host
+        for process in job.processes
+        if any(step.generation == generation for step in process.steps)
+    }
+
+
+DIRECTIONS: dict[str, dict[str, bool]] = {
+    "inward": {"go_out": False},
+    **({"both ways": {}, "outward": {"come_in": False}} if LONG else {}),
+}
+
+
+@pytest.mark.parametrize("directions", DIRECTIONS.values(), ids=DIRECTIONS)
+def test_others_go_on_without_a_host_that_is_cut_off_and_it_joins_again_later(
+    network: Network, directions: dict[str, bool]
+) -> None:
+    with start(training(), network=network) as job:
+        victim = job.until_all_train()[1]
+        network.cut(victim.host, **directions)
+        rest = job.until(lambda: job.training_since(1), "the others train")
+        assert len(rest) == RANKS - 1
+        assert victim not in rest
+        network.heal(victim.host)
+        assert job.until_all_train(2)[-1] is victim
+        job.check()
+
+
+def test_of_two_halves_of_a_network_one_goes_on_and_the_other_joins_when_it_is_whole(
+    network: Network,
+) -> None:
+    with start(training("ddp"), network=network) as job:
+        job.until_all_train()
+        for one in (0, 1):
+            for other in (2, 3):
+                network.cut_between(one, other)
+        half = {process.host for process in job.until(lambda: job.training_since(1), "half")}
+        assert half in ({0, 1}, {2, 3})
+        job.pause(3.0)
+        newest = max(process.generation for process in job.processes)
+        assert [members(job, generation) for generation in range(2, newest + 1)] == [half] * (
+            newest - 1
+        )
+        for host in range(RANKS):
+            network.heal(host)
+        job.until_all_train(newest)
+        job.check()
+
+
+def test_a_rank_that_is_lost_while_no_store_can_be_reached_is_waited_for_until_one_can(
+    network: Network,
+) -> None:
+    with start(training(), network=network) as job:
+        ranks = job.until_all_train()
+        network.cut(RANKS)
+        trained = ranks[0].steps[-1].number
+        job.until(lambda: ranks[0].steps[-1].number > trained + 50, "nobody needs a store")
+        os.kill(ranks[2].pid, signal.SIGKILL)
+        job.until(lambda: not ranks[2].open, "it is dead")
+        job.pause(2.0)
+        assert not job.training_since(1)
+        network.heal(RANKS)
+        rest = job.until(lambda: job.training_since(1), "the others train")
+        assert rest == [ranks[0], ranks[1], ranks[3]]
+        job.check()
