@@ -22,8 +22,8 @@ NAMESPACES = Path("/run/netns")
 CLONE_NEWNET = 0x40000000
 
 # Classic packet filters, as `tc` reads them: instructions of (code, jump if true, if false, value).
-# A filter that returns 2 drops the packet (TC_ACT_SHOT), 0 passes it on (TC_ACT_OK), and -1 asks the
-# next filter (TC_ACT_UNSPEC).
+# A filter that returns 2 drops the packet (TC_ACT_SHOT), 0 passes it on (TC_ACT_OK), and -1 asks
+# the next filter (TC_ACT_UNSPEC).
 DROP_ALL = "1,6 0 0 2,"
 _RANDOM, _SOURCE = 4294963256, 26  # the ancillary word of random bits; an IPv4 source's offset
 
