@@ -210,11 +210,13 @@ class Generations:
         try:
             if self.entered == self.number and site.process in self.members:
                 now.gone.update(now.lost())
-            action = next_action(self._view(now.held, now.gone, overdue=overdue))
-            if isinstance(action, StandBy):
-                now.gone.clear()
+            while True:
+                action = next_action(self._view(now.held, now.gone, overdue=overdue))
+                decision = self._act(action)
+                if not isinstance(action, StandBy):
+                    break
+                now.gone.clear()  # a newcomer reads one decision after the other, without a pause
                 now.held = ()
-            decision = self._act(action)
             now.failure, now.awaits = "", action if isinstance(action, Await) else Await()
             if now.awaits.lacking:
                 self._look_for_more()
