@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from elastic_stores import TOKEN, Etcd, MemoryStore, running_etcd
 
+from phalanx.elastic.generations import Generations
 from phalanx.elastic.membership import (
     Bounds,
     Decision,
@@ -28,9 +29,11 @@ from phalanx.elastic.membership import (
     WriteReport,
     next_action,
 )
+from phalanx.elastic.site import ProcessSite
 from phalanx.elastic.stores import ForeignStore, JobStore, KeyValueStore, open_store
 from phalanx.errors import AuthenticationError, BackendUnavailableError, DesyncError
 from phalanx.launch.store import StoreServer, listen_for_store
+from phalanx.wire.control import Endpoint
 
 KINDS = ("memory", "launcher", "TCPStore", "HashStore", "etcd")
 Opener = Callable[[], KeyValueStore]  # each call opens the same store once more
@@ -382,3 +385,23 @@ def test_the_leader_of_etcd_may_die(tmp_path_factory: pytest.TempPathFactory) ->
         assert store.compare_set("key", "value", "after it") == "after it"
         assert store.get("key") == "after it"
         store.close()
+
+
+def test_a_newcomer_reads_the_decisions_of_a_long_job_without_a_pause_after_each() -> None:
+    looks: list[object] = []
+
+    class Store(MemoryStore):
+        def pauses(self, seconds: float, longest: float = 1.0) -> Iterator[object]:
+            for pause in super().pauses(seconds, longest):
+                looks.append(pause)
+                yield pause
+
+    opened = JobStore(Store(), "job", TOKEN.encode())
+    site = ProcessSite("tcp", lambda: opened, Endpoint("127.0.0.1", 1), "", "")
+    members = *(f"host/{number}/x" for number in range(1, 50)), site.process
+    for number, process in enumerate(members, 1):
+        opened.propose(Decision(number, (process,), "127.0.0.1:1"))
+    generations = Generations(site, Bounds(1, 4), ["model"], lambda: False, wait=60.0, timeout=5.0)
+    assert generations.next([], set(), tuple).members == (site.process,)
+    assert len(looks) < 5
+    site.close()
