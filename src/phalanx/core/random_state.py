@@ -44,14 +44,24 @@ def restore(state: RandomState) -> None:
 
 def seeded(seed: int, rank: int) -> RandomState:
     """Return fresh states for a rank, without touching the global ones. Any int is a seed."""
-    digest = hashlib.sha256(f"rank {rank} of a run with seed {seed}".encode()).digest()
-    seed = int.from_bytes(digest[:8], "little") >> 1
+    seed = _seed_of(seed, rank)
     numpy = sys.modules.get("numpy")
     return RandomState(
         torch.Generator().manual_seed(seed).get_state(),
         random.Random(seed).getstate(),
         numpy.random.RandomState(seed % 2**32).get_state() if numpy is not None else None,
     )
+
+
+def seed_all(seed: int, rank: int) -> None:
+    """Give all generators fresh states for a rank, those of other devices, too."""
+    torch.manual_seed(_seed_of(seed, rank))
+    restore(seeded(seed, rank))
+
+
+def _seed_of(seed: int, rank: int) -> int:
+    digest = hashlib.sha256(f"rank {rank} of a run with seed {seed}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
 
 
 class RandomStates:

@@ -138,7 +138,7 @@ class Regrouping:
             values, self._version = self._first_state() if first else self._state(decision)
             kept.load_values(values)
             text = f"{self._seed} {self._version} {backend.world_size}"
-            random_state.restore(random_state.seeded(xxh3_64_intdigest(text.encode()), rank))
+            random_state.seed_all(xxh3_64_intdigest(text.encode()), rank)
             memory.enter(self._version, number, members, first=first)
             barrier(backend, label=f"generation {number} has its state")
             memory.complete()
