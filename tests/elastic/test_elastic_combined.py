@@ -232,6 +232,18 @@ def accumulated(wrap: Callable[[nn.Module, Backend], nn.Module], backend: Backen
     return with_adam(wrap(Model(), backend), step)
 
 
+def zeroed_last(wrap: Callable[[nn.Module, Backend], nn.Module], backend: Backend) -> Training:
+    """Gradients are set to 0 behind the step; those of a step that is taken again do not stay."""
+    plain = with_adam(wrap(Model(), backend), stepped)
+    model, (optimizer,) = plain.model, plain.optimizers
+
+    def step(share: Share) -> None:
+        stepped(model, optimizer, share)
+        optimizer.zero_grad()
+
+    return Training(step, plain.modules, plain.optimizers)
+
+
 def sgd(model: nn.Module) -> Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05)
 
@@ -258,6 +270,8 @@ COMBINED: Mapping[str, Way] = {
     "joined_step_fsdp": Way(partial(joined_step, FSDP)),
     "accumulated_ddp": Way(partial(accumulated, DDP)),
     "accumulated_fsdp": Way(partial(accumulated, FSDP)),
+    "zeroed_last_ddp": Way(partial(zeroed_last, DDP)),
+    "zeroed_last_fsdp": Way(partial(zeroed_last, FSDP)),
     "no_state": wrapped(DDP, sgd),
     "no_state_sharded": wrapped(FSDP, sgd),
     "shuffled": Way(WAYS["full_shard"].make, {"seed": 3}, samples=10),

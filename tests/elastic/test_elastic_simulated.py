@@ -23,6 +23,14 @@ def test_the_end_is_that_of_checkpoints_wherever_a_process_crashes(name: str) ->
             assert run.ends.keys() >= {0, 1, 2} - {process}
 
 
+def test_the_first_generation_forms_again_wherever_the_last_process_crashes_in_it() -> None:
+    """It has written its first version by then, and the others may open its files too late."""
+    _, turns = train(WAYS["full_shard"], 3)
+    for turn in range(turns[2] // 8, turns[2] // 3):
+        run, _ = train(WAYS["full_shard"], 3, {2: turn})
+        assert run.ends.keys() == {0, 1}
+
+
 @pytest.mark.parametrize("name", ["full_shard", "top_k"])
 def test_a_second_rank_may_die_while_the_next_generation_forms(name: str) -> None:
     """What the first one had is then in the versions of two generations ago."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from itertools import combinations
 from typing import Any
@@ -52,7 +53,7 @@ def elements(given: list[Holding]) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("hosts", [(0, 0, 0, 0), HOSTS, (0, 0, 1, 1), (0, 1, 2, 3)])
-def test_each_part_is_given_once_while_its_host_or_the_next_one_lives(
+def test_each_part_is_given_while_its_host_or_the_next_one_lives(
     hosts: tuple[int, ...],
 ) -> None:
     def give(backend: Backend, versions: Versions) -> list[dict[int, float]]:
@@ -62,14 +63,29 @@ def test_each_part_is_given_once_while_its_host_or_the_next_one_lives(
 
     subsets = [list(each) for n in range(1, SIZE + 1) for each in combinations(MEMBERS, n)]
     for living, *given in zip(subsets, *on_all(give, hosts), strict=True):
-        ranks = sorted(rank for each in given for rank in each)
+        by_living = [each for rank, each in enumerate(given) if MEMBERS[rank] in living]
+        found = {rank: total for each in by_living for rank, total in each.items()}
         homes = {hosts[MEMBERS.index(each)] for each in living}
         kept = [rank for rank in range(SIZE) if homes & {hosts[rank], next_host(rank, hosts)}]
-        assert ranks == kept, (living, given)
-        assert all(not each or MEMBERS[rank] in living for rank, each in enumerate(given))
+        assert sorted(found) == kept, (living, given)
+        givers = {
+            rank: [rank in each for each in given] for rank in kept if MEMBERS[rank] in living
+        }
+        assert all(of == [each == rank for each in range(SIZE)] for rank, of in givers.items())
         if len(kept) == SIZE:
-            whole = sum(total / (rank + 1) for each in given for rank, total in each.items())
-            assert whole == 40 * 5 + 5
+            assert sum(total / (rank + 1) for rank, total in found.items()) == 40 * 5 + 5
+
+
+def test_a_file_that_has_taken_the_place_of_another_one_is_not_opened() -> None:
+    told, here = VersionFile.create(), os.getpid()
+    fd, inode = told.fd, told.inode()
+    VersionFile.open_of(here, fd, inode).close()
+    told.close()
+    other = VersionFile.create()
+    assert other.fd == fd
+    with pytest.raises(FileNotFoundError, match="another file"):
+        VersionFile.open_of(here, fd, inode)
+    other.close()
 
 
 def next_host(rank: int, hosts: tuple[int, ...]) -> int:

@@ -137,7 +137,10 @@ def _readers(holdings: Sequence[Holding], group: CheckpointGroup) -> list[Memory
         for owner, told in enumerate(group.on_all(lambda: mine))
         for place, (rank, parts) in enumerate(msgspec.json.decode(told, type=learned(kind)))
     ]
-    held.sort(key=lambda each: each.rank)  # of what may differ between ranks, the first one's
+    # Of what may differ between ranks, the first one's is taken. Several may have copies of a lost
+    # rank's state: the fullest is, since those on another host have no residuals.
+    held.sort(key=lambda each: (each.rank, -len(each.parts[0].held), each.owner))
+    held = list({each.rank: each for each in reversed(held)}.values())[::-1]
     return [MemoryReader(held, at, holdings, group) for at in range(len(held[0].parts))]
 
 

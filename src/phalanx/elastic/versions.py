@@ -131,9 +131,19 @@ class VersionFile:
         return cls(os.memfd_create("phalanx-version", os.MFD_CLOEXEC))
 
     @classmethod
-    def open_of(cls, process: int, fd: int) -> VersionFile:
-        """Open one that another process has; OSError if that may not be."""
-        return cls(os.open(f"/proc/{process}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
+    def open_of(cls, process: int, fd: int, inode: int) -> VersionFile:
+        """Open one that another process has; OSError if that may not be, or it has another there
+        by now: a rank that is lost closes its files, and opens others by the same numbers.
+        """
+        opened = cls(os.open(f"/proc/{process}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
+        if opened.inode() != inode:
+            opened.close()
+            raise FileNotFoundError(f"descriptor {fd} of process {process} is another file now")
+        return opened
+
+    def inode(self) -> int:
+        """Return its number in the system, which no other file has while this one is open."""
+        return os.fstat(self.fd).st_ino
 
     def version(self) -> tuple[int, int]:
         """Return the version that is whole in it, and its generation; -1 for none."""
@@ -228,7 +238,7 @@ def _size(shards: Sequence[TensorShard]) -> int:
 # ------------------------------------------------------------------------------
 # The versions of a generation
 
-Files = tuple[VersionFile, VersionFile]
+Files = list[VersionFile]  # two; of another process those that could be opened
 
 
 class Versions:
@@ -253,24 +263,18 @@ class Versions:
         self._files: dict[tuple[int, int], Files] = {  # by the rank that has them, and whose it is
             (self._rank, owner): files for owner, files in self._mine.items()
         }
-        own = (
-            os.getpid(),
-            {owner: tuple(f.fd for f in files) for owner, files in self._mine.items()},
-        )
+        told_of = [(at, f.fd, f.inode()) for at, files in self._mine.items() for f in files]
         try:
-            told: list[Any] = all_gather_object(own, self._apart)
+            told: list[Any] = all_gather_object((os.getpid(), told_of), self._apart)
         except BaseException:
             self.close()
             raise
         for rank, (process, descriptors) in enumerate(told):
             if rank != self._rank and self._hosts[rank] == self._hosts[self._rank]:
-                for owner, (first, second) in descriptors.items():
+                for owner, fd, inode in descriptors:
                     with suppress(OSError):  # another user's, or no Linux: they go with it
-                        files = (
-                            VersionFile.open_of(process, first),
-                            VersionFile.open_of(process, second),
-                        )
-                        self._files[rank, owner] = files
+                        opened = VersionFile.open_of(process, fd, inode)
+                        self._files.setdefault((rank, owner), []).append(opened)
 
     def write(self, version: int, part: KeptPart) -> None:
         """Write a version over the older of the two, here and on another host; blocks for that."""
@@ -311,30 +315,16 @@ class Versions:
         ]
 
     def give(self, version: int, living: Sequence[str]) -> list[Holding]:
-        """Return the parts of a version that this rank gives: its own, and for each process that
-        is none of the `living`, its part, if it is the first of these that has it.
+        """Return the parts of a version that this rank can give: its own, and those of processes
+        that are none of the `living`. Others may have copies of these, too.
         """
-        given = []
-        for owner in range(len(self.members)):
-            place = self._giver(owner, living)
-            for file in self._files.get((place[1], owner), ()) if place[0] == self._rank else ():
-                if file.version() == (version, self.generation):
-                    given.append(file.read())
-                    break
-        return given
-
-    def _giver(self, owner: int, living: Sequence[str]) -> tuple[int, int]:
-        """Return the rank that gives an owner's part, and the rank whose files it reads."""
-        guest = self._keeper_of(owner)
-        for holder in (owner,) if guest is None else (owner, guest):
-            there = [
-                rank
-                for rank, member in enumerate(self.members)
-                if member in living and self._hosts[rank] == self._hosts[holder]
-            ]
-            if there:
-                return (holder if holder in there else min(there)), holder
-        return -1, -1
+        return [
+            file.read()
+            for (holder, owner), files in self._files.items()
+            if owner == self._rank == holder or self.members[owner] not in living
+            for file in files
+            if file.version() == (version, self.generation)
+        ]
 
     def _keeper_of(self, rank: int) -> int | None:
         """Return the next rank of another host, which has a rank's versions, too."""
@@ -352,7 +342,7 @@ class Versions:
 
 
 def _create() -> Files:
-    return VersionFile.create(), VersionFile.create()
+    return [VersionFile.create(), VersionFile.create()]
 
 
 def _older(files: Files) -> VersionFile:
