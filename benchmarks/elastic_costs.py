@@ -176,8 +176,8 @@ def measure(name: str, rounds: int) -> Times:
             process.join()
         server.close()
     # An elastic job numbers its ranks by arrival, so a process may have the other shard.
-    ends = {kind: sorted(digests[kind] for _, digests in said) for kind in said[0][1]}
-    assert len(set(map(tuple, ends.values()))) == 1, f"{name}: the kinds differ: {ends}"
+    by_kind = {kind: sorted(digests[kind] for _, digests in said) for kind in said[0][1]}
+    assert len(set(map(tuple, by_kind.values()))) == 1, f"{name}: the kinds differ: {by_kind}"
     return {
         kind: [max(pair) for pair in zip(*(times[kind] for times, _ in said), strict=True)]
         for kind in said[0][0]
