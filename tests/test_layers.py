@@ -50,14 +50,14 @@ WITH_DDP = {
 }
 
 BUDGETS = {  # of each package: lines, files
-    ".": (938, 7),  # the package's own files
+    ".": (943, 7),  # the package's own files
     "aggregation": (1_817, 7),
     "checkpoint": (3_617, 14),
     "cli": (1_057, 6),
     "collectives": (5_202, 24),
     "compression": (1_761, 7),
     "core": (5_574, 21),
-    "elastic": (3_519, 14),
+    "elastic": (3_523, 14),
     "fsdp": (2_873, 10),
     "launch": (4_743, 22),
     "native": (2_307, 8),

@@ -12,7 +12,7 @@
                                                plain tensor to torch
     UntypedStorage._swap_data_ptr_ (2.12)      memory that is used again      resize_, slower
     RNNBase._flat_weights                      an RNN sees full parameters    refuse RNNs
-    GradScaler._per_optimizer_states           was a step skipped             a skip counts
+    GradScaler._per_optimizer_states           was a step skipped, or ended   a skip counts
     Optimizer._step_supports_amp_scaling       refuse torch's scaler          ranks skip apart
     _C._dynamo.eval_frame (2.7)                functions are not compiled     _disable_dynamo
     torch._compile._disable_dynamo             ... before 2.7                 import: 2 s more
@@ -135,6 +135,11 @@ def skipped_step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer)
     """Return whether the scaler's last `step(optimizer)` was skipped: a gradient was not finite."""
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     return any(bool(value.item()) for value in found.values())
+
+
+def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
+    """Let a scaler forget whose gradients it has unscaled since its last `update()`."""
+    scaler._per_optimizer_states.clear()
 
 
 # torch.compile, and torch.distributed -----------------------------------------------------------

@@ -335,6 +335,14 @@ def test_ranks_that_are_all_between_two_versions_go_back_to_the_kept_one() -> No
         assert run.ends.keys() == {1, 2}
 
 
+def test_gradients_are_unscaled_once_in_a_step_that_is_taken_again() -> None:
+    way = COMBINED["scaled_fsdp"]
+    _, turns = train(way, 3)
+    for turn in range(turns[0] * 9 // 16, turns[0] * 10 // 16 + 1):  # also while ranks clip
+        run, _ = train(way, 3, {0: turn})
+        assert run.ends.keys() == {1, 2}
+
+
 # ------------------------------------------------------------------------------
 # Ranks come and go
 

@@ -32,6 +32,7 @@ from phalanx.fsdp import FSDP
 from phalanx.optim import ShardedOptimizer
 from phalanx.parallel.local_sgd.periodic import PeriodicSync
 from phalanx.parallel.wrapper import Wrapper
+from phalanx.torch_internals import forget_unscaled
 from phalanx.wire.memory import copy_bits
 
 _SMALL = 1 << 16  # bytes
@@ -324,7 +325,10 @@ class Kept:
     def load_values(self, values: Any) -> None:
         """Give the other objects the state that `move` has brought."""
         for name, state in (values or {}).items():
-            self._others[name].load_state_dict(state)
+            each = self._others[name]
+            each.load_state_dict(state)
+            if isinstance(each, torch.amp.GradScaler):  # the step may have ended before its update
+                forget_unscaled(each)
 
     def values(self) -> dict[str, Any]:
         """Return the state of the other objects."""
