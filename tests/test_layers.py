@@ -74,7 +74,7 @@ BUDGETS = {  # of each package: lines, files
     "training": (1_594, 8),
     "transport": (1_046, 6),  # without its packages
     "transport.shm": (1_603, 9),
-    "transport.tcp": (3_703, 13),
+    "transport.tcp": (3_704, 13),
     "wire": (1_338, 6),
 }
 LONGEST_BODY = 45  # lines of a function, without signature and docstring

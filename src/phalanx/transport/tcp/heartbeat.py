@@ -214,7 +214,8 @@ def state_of(process: int) -> State:
             return State.STOPPED
         # The thread that the process is named after may end by itself.
         if flags & _EXITING and all(
-            _state_and_flags(thread.path)[1] & _EXITING for thread in os.scandir(f"{folder}/task")
+            _state_and_flags(f"{folder}/task/{thread}")[1] & _EXITING
+            for thread in os.listdir(f"{folder}/task")
         ):
             return State.ENDS
     return State.RUNS
