@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import msgspec
@@ -140,7 +141,7 @@ def _readers(holdings: Sequence[Holding], group: CheckpointGroup) -> list[Memory
     # Of what may differ between ranks, the first one's is taken. Several may have copies of a lost
     # rank's state: the fullest is, since those on another host have no residuals.
     held.sort(key=lambda each: (each.rank, -len(each.parts[0].held), each.owner))
-    held = list({each.rank: each for each in reversed(held)}.values())[::-1]
+    held = [next(same) for _, same in groupby(held, lambda each: each.rank)]
     return [MemoryReader(held, at, holdings, group) for at in range(len(held[0].parts))]
 
 

@@ -82,7 +82,7 @@ class HttpServer(ABC):
         seconds: float = SECONDS,
     ) -> None:
         self._listener = listener
-        self._names, self._by_address = frozenset(names) - {""}, by_address
+        self._names, self._by_address = frozenset(names), by_address
         self._seconds = seconds
         self._lock = threading.RLock()
         self._connected: dict[socket.socket, threading.Thread] = {}
@@ -177,8 +177,10 @@ class HttpServer(ABC):
         pairs = [field.partition(":") for field in fields]
         hosts = [value.strip() for name, _, value in pairs if name.strip().lower() == "host"]
         found = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
-        host = found[1].lower().rstrip(".") if found is not None else ""
-        with suppress(ValueError):  # of what is no address
+        if found is None:
+            return False
+        host = found[1].lower().rstrip(".")
+        with suppress(ValueError):  # of a name
             return host in self._names or (
                 self._by_address and bool(ipaddress.ip_address(host.strip("[]")))
             )
