@@ -56,8 +56,8 @@ BUDGETS = {  # of each package: lines, files
     "cli": (1_057, 6),
     "collectives": (5_202, 24),
     "compression": (1_761, 7),
-    "core": (5_574, 21),
-    "elastic": (3_524, 14),
+    "core": (5_587, 21),
+    "elastic": (3_563, 14),
     "fsdp": (2_873, 10),
     "launch": (4_743, 22),
     "native": (2_307, 8),
@@ -74,7 +74,7 @@ BUDGETS = {  # of each package: lines, files
     "training": (1_594, 8),
     "transport": (1_046, 6),  # without its packages
     "transport.shm": (1_603, 9),
-    "transport.tcp": (3_704, 13),
+    "transport.tcp": (3_716, 13),
     "wire": (1_338, 6),
 }
 LONGEST_BODY = 45  # lines of a function, without signature and docstring

@@ -373,6 +373,13 @@ def test_steps_since_the_last_copy_are_taken_again(name: str, every: int) -> Non
     assert again
 
 
+def test_steps_are_taken_again_also_if_a_rank_is_lost_at_the_end() -> None:
+    options: dict[str, Any] = {"steps": 6, "copy_every": 10, "redone": True}
+    _, turns = train(WAYS["full_shard"], 3, **options)
+    runs = [train(WAYS["full_shard"], 3, {1: turns[1] - back}, **options)[0] for back in (3, 2, 1)]
+    assert {end.redone for run in runs for end in run.ends.values()} == {0, 5, 6}
+
+
 @pytest.mark.parametrize("name", ["ddp", "full_shard", "top_k", "diloco"])
 def test_who_arrives_joins_with_the_state_of_the_others(name: str) -> None:
     _, turns = train(WAYS[name], 2, most=3)

@@ -17,6 +17,9 @@ from forms import LONG
 from networks import Network, why_not
 from processes import fork_server
 
+from phalanx.elastic.regrouping import blamed
+from phalanx.errors import CollectiveTimeoutError, PeerLostError
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from elastic_job import Job, Training, running
@@ -67,14 +70,32 @@ def test_others_go_on_without_a_host_that_is_cut_off_and_it_joins_again_later(
         job.check()
 
 
-def test_of_two_halves_of_a_network_one_goes_on_and_the_other_joins_when_it_is_whole(
+def test_of_two_hosts_that_cannot_reach_each_other_one_goes_on_with_all_others(
     network: Network,
 ) -> None:
-    with start(training("ddp"), network=network) as job:
+    with start(training(), network=network) as job:
+        job.until_all_train()
+        network.cut_between(0, 2)
+        rest = job.until(lambda: job.training_since(1), "the others train")
+        assert len({process.host for process in rest} & {0, 2}) == 1
+        assert len(rest) == RANKS - 1
+        network.heal(0)
+        network.heal(2)
+        job.until_all_train(2)
+        job.check()
+
+
+@pytest.mark.parametrize("seconds", [0.2, *[0.0, 0.4] * LONG])
+def test_of_two_halves_of_a_network_one_goes_on_and_the_other_joins_when_it_is_whole(
+    network: Network, seconds: float
+) -> None:
+    """The connections end one after the other, so many seconds apart."""
+    with start(training("ddp")._replace(heartbeat=2.0), network=network) as job:
         job.until_all_train()
         for one in (0, 1):
             for other in (2, 3):
                 network.cut_between(one, other)
+                job.pause(seconds)
         half = {process.host for process in job.until(lambda: job.training_since(1), "half")}
         assert half in ({0, 1}, {2, 3})
         job.pause(3.0)
@@ -86,6 +107,14 @@ def test_of_two_halves_of_a_network_one_goes_on_and_the_other_joins_when_it_is_w
             network.heal(host)
         job.until_all_train(newest)
         job.check()
+
+
+def test_a_rank_believes_others_who_did_not_come_but_not_whom_they_have_lost() -> None:
+    """Of two that have lost each other, each tells this rank that the other is lost."""
+    assert blamed(PeerLostError("lost", rank=1, peer=2, op="all_reduce")) == set()
+    assert blamed(PeerLostError("lost", rank=1, peer=2, op="rendezvous")) == {2}
+    assert blamed(CollectiveTimeoutError("late", rank=1, peer=2, op="all_reduce")) == {2}
+    assert blamed(CollectiveTimeoutError("late", rank=1, op="all_reduce")) == set()
 
 
 def test_a_rank_that_is_lost_while_no_store_can_be_reached_is_waited_for_until_one_can(

@@ -6,14 +6,14 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
 
 import msgspec
 import pytest
 from elastic_stores import TOKEN, Etcd, MemoryStore, running_etcd
 
-from phalanx.elastic.generations import Generations
+from phalanx.elastic.generations import Ended, Generations
 from phalanx.elastic.membership import (
     Bounds,
     Decision,
@@ -33,6 +33,7 @@ from phalanx.elastic.site import ProcessSite
 from phalanx.elastic.stores import ForeignStore, JobStore, KeyValueStore, open_store
 from phalanx.errors import AuthenticationError, BackendUnavailableError, DesyncError
 from phalanx.launch.store import StoreServer, listen_for_store
+from phalanx.transport.simulated import SimulatedBackend
 from phalanx.wire.control import Endpoint
 
 KINDS = ("memory", "launcher", "TCPStore", "HashStore", "etcd")
@@ -387,6 +388,18 @@ def test_the_leader_of_etcd_may_die(tmp_path_factory: pytest.TempPathFactory) ->
         store.close()
 
 
+@contextmanager
+def newcomer_to(store: KeyValueStore, *members: str) -> Iterator[Generations]:
+    """A newcomer to a job whose generations have had one of these members each; "": itself."""
+    opened = JobStore(store, "job", TOKEN.encode())
+    site = ProcessSite("tcp", lambda: opened, Endpoint("127.0.0.1", 1), "", "")
+    for number, process in enumerate(members, 1):
+        opened.propose(Decision(number, (process or site.process,), "127.0.0.1:1"))
+    [alone] = SimulatedBackend.create_group(1)
+    yield Generations(site, alone, Bounds(1, 4), ["model"], lambda: False, wait=60.0, timeout=5.0)
+    site.close()
+
+
 def test_a_newcomer_reads_the_decisions_of_a_long_job_without_a_pause_after_each() -> None:
     looks: list[object] = []
 
@@ -396,12 +409,16 @@ def test_a_newcomer_reads_the_decisions_of_a_long_job_without_a_pause_after_each
                 looks.append(pause)
                 yield pause
 
-    opened = JobStore(Store(), "job", TOKEN.encode())
-    site = ProcessSite("tcp", lambda: opened, Endpoint("127.0.0.1", 1), "", "")
-    members = *(f"host/{number}/x" for number in range(1, 50)), site.process
-    for number, process in enumerate(members, 1):
-        opened.propose(Decision(number, (process,), "127.0.0.1:1"))
-    generations = Generations(site, Bounds(1, 4), ["model"], lambda: False, wait=60.0, timeout=5.0)
-    assert generations.next([], set(), tuple).members == (site.process,)
+    others = (f"host/{number}/x" for number in range(1, 50))
+    with newcomer_to(Store(), *others, "") as generations:
+        assert generations.next([], set()).generation == 50
     assert len(looks) < 5
-    site.close()
+
+
+def test_a_training_has_ended_unless_its_last_ranks_have_formed_another_generation() -> None:
+    store = MemoryStore()
+    JobStore(store, "job", TOKEN.encode()).write_note("end", "2")
+    with newcomer_to(store, "x", "y") as generations, pytest.raises(Ended):
+        generations.next([], set())
+    with newcomer_to(store, "x", "y", "") as generations:
+        assert generations.next([], set()).generation == 3

@@ -61,6 +61,7 @@ def member(rank: int, reports: Sequence[Report], *, size: int = 4, **known: obje
             "lost": own.lost,
             "held": own.held,
             "newcomers": own.newcomers,
+            "silent": own.silent,
             "reports": tuple(reports),
             **known,
         },
@@ -145,6 +146,38 @@ def test_all_who_have_read_the_same_reports_propose_the_same() -> None:
     views = [member(rank, reports) for rank in (0, 1)]
     assert proposed(views[0]) == proposed(views[1])
     assert next_action(member(3, reports)) == Await()
+
+
+# Silence ---------------------------------------------------------------------------------------
+
+
+def test_who_has_not_heard_another_that_stays_is_waited_for_and_all_reports_may_change() -> None:
+    # The network ends between 0, 1 and 2, 3; only 0 and 2 have noticed, and not all of it.
+    reports = [report(0, [2], silent=(3,)), report(1), report(2, [0]), report(3, silent=(0,))]
+    for rank in (0, 1, 3):
+        assert next_action(member(rank, reports)) == Await((0, 1, 2, 3))
+    heard = [replace(each, silent=()) for each in reports]
+    assert proposed(member(1, heard)).survivors == (0, 1, 3)
+    lost = [report(0, [2, 3]), report(1), report(2, [0]), report(3, [0])]
+    assert proposed(member(1, lost)).survivors == (1, 2, 3)
+
+
+def test_silence_to_or_of_one_that_leaves_delays_nothing() -> None:
+    reports = [report(0, [2, 3]), report(1, [2, 3], silent=(2,)), report(2, [0], silent=(1,))]
+    assert proposed(member(0, reports)).survivors == (0, 1)
+
+
+def test_a_report_says_silence_and_takes_it_back() -> None:
+    silent = member(0, [report(0)], silent=(1,))
+    assert next_action(silent) == WriteReport(report(0, silent=(1,)))
+    heard = member(0, [report(0, silent=(1,))], silent=())
+    assert next_action(heard) == WriteReport(report(0))
+
+
+def test_who_has_waited_for_too_long_takes_the_silent_as_there() -> None:
+    reports = [report(0, [3], silent=(1,)), report(1), report(2)]
+    assert next_action(member(0, reports)) == Await((0, 1, 2, 3))
+    assert proposed(member(0, reports, overdue=True)).survivors == (0, 1, 2)
 
 
 # Who stays -------------------------------------------------------------------------------------
@@ -330,6 +363,10 @@ ROWS = {  # a member's knowledge, and a newcomer's
     ),
     "it does not stay": (member(1, [report(0, [1]), report(1)]), None),
     "a member has neither reported nor is lost": (member(0, [report(0, [1, 2])]), None),
+    "one that stays has not heard another for a while": (
+        member(0, [report(0, [2, 3], silent=(1,)), report(1)]),
+        None,
+    ),
     "fewer processes than `min_ranks`": (
         member(0, [report(0, [1, 2, 3])], bounds=Bounds(2)),
         arriving("a", ["a"], bounds=Bounds(2), quiet=True),

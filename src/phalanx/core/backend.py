@@ -636,6 +636,15 @@ class Backend:
             gone = left | lost
             return {local: gone[rank] for local, rank in enumerate(group.ranks) if rank in gone}
 
+    def silent(self) -> list[int]:
+        """Return the ranks of the group that were not heard for a while. Waits for nothing.
+
+        Those in `lost()`, too, were given up for it, and are cut off from here; the others may be.
+        """
+        with self.engine.lock:
+            silent = set(self.engine.transport.silent())
+            return [local for local, rank in enumerate(self.group.ranks) if rank in silent]
+
     def fail(self, error: DistributedError, *, culprit: int | None = None) -> None:
         """Break the group on every rank because of an error of this one, which raises it itself.
 

@@ -13,7 +13,7 @@ all of these, and in the methods here unless they say otherwise.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
@@ -84,6 +84,10 @@ class Transport(ABC):
 
     def check_peers(self) -> None:  # noqa: B027 - not if the engine is told at once
         """Look which peers are gone, without waiting."""
+
+    def silent(self) -> Collection[int]:
+        """Return the peers that were not heard for a while; those of them may be gone already."""
+        return ()
 
     def wake(self, work: Work[Any]) -> None:  # noqa: B027 - not if threads look by themselves
         """Wake the threads that wait for a work that has ended."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
@@ -21,7 +21,7 @@ from phalanx.elastic.generations import Ended, Generations, Left
 from phalanx.elastic.kept import Kept
 from phalanx.elastic.membership import Bounds
 from phalanx.elastic.memory import Memory
-from phalanx.elastic.regrouping import LOSS, Generation, Regrouping
+from phalanx.elastic.regrouping import LOSS, Generation, Regrouping, blamed
 from phalanx.elastic.saves import Checkpoints
 from phalanx.elastic.start import find_site, leave_when_told
 from phalanx.errors import DistributedError, InvalidWorldSizeError, MisuseError
@@ -213,14 +213,16 @@ class Elastic:
         self._begin(total)
         try:
             self._form((), "")
-            while self._version < total:
+            while not self._over:
+                if self._version == total:
+                    self._finish()
+                    continue
                 step = ElasticStep(self, self._version, self.generation)
                 yield step
                 if step.state == "new":
                     self._refuse(f"the block of step {step.number} was not entered: `with step:`")
                 if self._over:
                     raise SystemExit(self._exit_code)
-            self._finish()
         except BaseException as error:
             self.close()
             if isinstance(error, (Ended, Left)):
@@ -263,7 +265,13 @@ class Elastic:
         lines = [f"steps: {total}", f"seed: {self._seed}", f"copy_every: {self._copy_every}"]
         lines += [f"checkpoints: {self._checkpoints.folder is not None}", *kept.lines()]
         self._generations = Generations(
-            self._site, bounds, lines, self._is_told, wait=self._wait, timeout=self._timeout
+            self._site,
+            self.backend,
+            bounds,
+            lines,
+            self._is_told,
+            wait=self._wait,
+            timeout=self._timeout,
         )
         self._regrouping = Regrouping(
             self._site,
@@ -278,7 +286,7 @@ class Elastic:
         self._memory.begin()
         self._total = total
 
-    def _form(self, gone: tuple[int, ...], how: str) -> None:
+    def _form(self, gone: Collection[int], how: str) -> None:
         """Go on in the next generation; `how` says what became of ranks that are not in it."""
         assert self._regrouping is not None
         made = self._regrouping.form(self._version, gone, how)
@@ -305,7 +313,7 @@ class Elastic:
             return False
         try:
             if error is not None:  # to raise it would make a cycle, with the old group's memory
-                self._form(_culprits(error), "lost")
+                self._form(blamed(error), "lost")
             else:
                 self._count_or_form(step)
         except (Ended, Left) as over:  # `steps` says so
@@ -329,7 +337,7 @@ class Elastic:
         except DistributedError as error:
             if not self._is_loss(error):
                 raise
-            self._form(_culprits(error), "lost")
+            self._form(blamed(error), "lost")
 
     def _count(self, step: ElasticStep) -> None:
         """Take the step as taken, keep the version after it, and vote."""
@@ -394,17 +402,18 @@ class Elastic:
         return generations.bounds.size(size + there) > size
 
     def _finish(self) -> None:
-        """Save the last checkpoint, and let all ranks end together."""
-        while True:
-            try:
-                self._checkpoints.save_now(self._version)
-                if self.backend.rank == 0 and self._site.store is not None:
-                    self._site.store.write_note("end", str(self._version))
-                self._vote("the end")
-                break
-            except LOSS as error:
-                self._form(_culprits(error), "lost")
-        self._stop()
+        """Save the last checkpoint, and let all ranks end together.
+
+        If one is lost meanwhile, the others form a generation. It may begin with an older version.
+        """
+        try:
+            self._checkpoints.save_now(self._version)
+            if self.backend.rank == 0 and self._site.store is not None:
+                self._site.store.write_note("end", str(self.generation))
+            self._vote("the end")
+            self._stop()
+        except LOSS as error:
+            self._form(blamed(error), "lost")
 
     def _refuse(self, problem: str) -> NoReturn:
         raise MisuseError(f"rank {self.backend.rank}: Elastic: {problem}", rank=self.backend.rank)
@@ -445,9 +454,3 @@ class ElasticStep:
         self.state = "over"
         self.done = self._job.done > self.number
         return handled
-
-
-def _culprits(error: BaseException) -> tuple[int, ...]:
-    """Return the rank that it names as lost."""
-    peer = error.peer if isinstance(error, LOSS) else None
-    return () if peer is None else (peer,)

@@ -11,6 +11,7 @@ from itertools import zip_longest
 
 from xxhash import xxh3_64_hexdigest
 
+from phalanx.core.backend import Backend
 from phalanx.elastic.membership import (
     Await,
     Bounds,
@@ -115,20 +116,15 @@ class Newcomers:
 class Waiting:
     """A wait for the next generation.
 
-    held, gone, lost   as for `Generations.next`
-    began, last_sign   when it began, and when the job has last shown that it lives
-    failure            why the store cannot be used, if it cannot
-    awaits             what this process waits for
+    held, gone        as for `Generations.next`
+    silent            ranks that this process has not heard for a while
+    began, last_sign  when it began, and when the job has last shown that it lives
+    failure           why the store cannot be used, if it cannot
+    awaits            what this process waits for
     """
 
-    def __init__(
-        self,
-        held: tuple[HeldPart, ...],
-        gone: set[int],
-        lost: Callable[[], Iterable[int]],
-        now: float,
-    ) -> None:
-        self.held, self.gone, self.lost = held, gone, lost
+    def __init__(self, held: tuple[HeldPart, ...], gone: set[int], now: float) -> None:
+        self.held, self.gone, self.silent = held, gone, set[int]()
         self.began = self.last_sign = now
         self.failure, self.awaits = "", Await()
 
@@ -137,13 +133,14 @@ class Generations:
     """One process's way through the generations of a job.
 
     number, members   of the newest generation whose decision this process has read
-    entered           the one whose group it has met
+    entered           the one whose group it has met, and has still
     leaving           whether this process is to leave
     """
 
     def __init__(
         self,
         site: Site,
+        backend: Backend,
         bounds: Bounds,
         kept: Sequence[str],
         leaving: Callable[[], bool],
@@ -152,10 +149,11 @@ class Generations:
         timeout: float,
     ) -> None:
         self.number, self.members = 0, tuple[str, ...]()
-        self.entered = 0
+        self.entered, self._group = 0, tuple[str, ...]()
         self._digest = xxh3_64_hexdigest("\n".join(kept).encode())
         self.newcomers, self.leaving = Newcomers(site, self._digest), leaving
         self._site, self.bounds, self._kept = site, bounds, tuple(kept)
+        self._backend = backend
         self._wait, self._timeout = wait, timeout
         self._slot: int | None = None
         self._beat, self._renewed = 0, 0.0
@@ -172,14 +170,15 @@ class Generations:
         assert self._site.store is not None
         return self._site.store
 
-    def next(
-        self, held: Sequence[HeldPart], gone: set[int], lost: Callable[[], Iterable[int]]
-    ) -> Decision:
+    def enter(self) -> None:
+        """Take note that the backend is a rank of the last generation now."""
+        self.entered, self._group = self.number, self.members
+
+    def next(self, held: Sequence[HeldPart], gone: set[int]) -> Decision:
         """Return the decision on a generation that has this process; block until there is one.
 
         held   what this process can give, if it is a member
         gone   ranks of the last generation that it has lost
-        lost   looks which of them are lost by now
 
         Raises `Ended`; `Left` if this process is to leave, and would have to wait for others;
         `MembershipError` if there are too few processes, or no store, for too long; `DesyncError`
@@ -189,7 +188,7 @@ class Generations:
         if site.store is None:
             self.number, self.members = self.number + 1, (site.process,)
             return Decision(self.number, self.members, "")
-        now = Waiting(tuple(held), gone, lost, site.now())
+        now = Waiting(tuple(held), gone, site.now())
         self._reports, self._unread = {}, range(len(self.members))
         self._invited = self.newcomers.living(self.members)
         while True:
@@ -208,15 +207,14 @@ class Generations:
         site = self._site
         overdue = site.now() > now.began + self._timeout
         try:
-            if self.entered == self.number and site.process in self.members:
-                now.gone.update(now.lost())
+            self._look_at_group(now)
             while True:
-                action = next_action(self._view(now.held, now.gone, overdue=overdue))
+                action = next_action(self._view(now, overdue=overdue))
                 decision = self._act(action)
                 if not isinstance(action, StandBy):
                     break
-                now.gone.clear()  # a newcomer reads one decision after the other, without a pause
-                now.held = ()
+                # A newcomer reads one decision after the other, without a pause.
+                now.held, now.gone, now.silent, self._group = (), set(), set(), ()
             now.failure, now.awaits = "", action if isinstance(action, Await) else Await()
             if now.awaits.lacking:
                 self._look_for_more()
@@ -226,6 +224,22 @@ class Generations:
             now.failure = str(error)
             return None
         return decision
+
+    def _look_at_group(self, now: Waiting) -> None:
+        """Look which ranks of the last generation are lost, and which are silent.
+
+        If they could not all meet, the group before is still there. Who has left it may have met
+        the others; but whom this process has given up there, it cannot reach.
+        """
+        ranks = {process: rank for rank, process in enumerate(self.members)}
+        now.gone.discard(ranks.get(self._site.process, -1))  # others may say so of this one
+        known = {old: ranks[name] for old, name in enumerate(self._group) if name in ranks}
+        if not known:
+            return
+        lost = {known[old] for old in self._backend.lost() if old in known}
+        silent = {known[old] for old in self._backend.silent() if old in known}
+        now.gone |= lost if self.entered == self.number else lost & silent
+        now.silent = silent - now.gone
 
     def _is_newcomer(self) -> bool:
         return self._site.process not in self.members
@@ -261,7 +275,7 @@ class Generations:
             self._slot = None
         return decision
 
-    def _view(self, held: tuple[HeldPart, ...], gone: Iterable[int], *, overdue: bool) -> View:
+    def _view(self, now: Waiting, *, overdue: bool) -> View:
         store, site, quiet = self._store, self._site, False
         newcomers: tuple[Newcomer, ...] = ()
         decision = store.decision(self.number + 1)
@@ -280,13 +294,14 @@ class Generations:
             bounds=self.bounds,
             generation=self.number,
             members=self.members,
-            lost=tuple(sorted(gone)),
-            held=held,
+            lost=tuple(sorted(now.gone)),
+            held=now.held,
             newcomers=newcomers,
             reports=tuple(self._reports.values()),
             decision=decision,
             quiet=quiet,
             overdue=overdue,
+            silent=tuple(sorted(now.silent)),
         )
 
     def _look_for_more(self) -> None:
@@ -301,7 +316,7 @@ class Generations:
 
     def _look_as_newcomer(self, decision: Decision | None) -> tuple[Newcomer, ...]:
         """Return this newcomer's entry, if it is written, and before the first generation all."""
-        if self._store.note("end") is not None:
+        if self._store.note("end") == (str(self.number),) and decision is None:
             raise Ended
         if self._slot is None:
             return ()

@@ -23,6 +23,7 @@ reads the store, builds a `View`, carries the action out, and looks again.
     its own entry is not in the store, or is out of date    REPORT       ENTER
     it does not stay                                        AWAIT        .
     a member has neither reported nor is lost               AWAIT        .
+    one that stays has not heard another for a while        AWAIT        .
     fewer processes than `min_ranks`                        AWAIT        AWAIT
     generation 0, newcomers still arrive                    .            AWAIT
     generation > 0                                          .            AWAIT
@@ -33,10 +34,14 @@ which fewer reports call lost, else the lower rank. A member that has not report
 that stays has lost it. Only a rank that stays proposes, since it cannot see whether those that it
 has lost still live.
 
+**Silence.** The network may end between several pairs, which notice it one after the other. So who
+has not heard another for a while says it, and soon takes it back, or has lost the other. Else ranks
+would meet that cannot. For the same reason a rank says only whom it has lost itself.
+
 **Overdue.** Who stays may die before it proposes, unnoticed by those that it had lost. A process
-that has waited for too long (by the driver's clock) takes itself as one that stays, and those who
-have not reported as lost. So no wait is for ever. Nothing hangs on who proposes: of two halves of a
-network, or several proposers, the first to write goes on.
+that has waited for too long (by the driver's clock) takes itself as one that stays, those who have
+not reported as lost, and the silent as there. So no wait is for ever. Nothing hangs on who
+proposes: of two halves of a network, or several proposers, the first to write goes on.
 
 **The state.** The newest version of which the reports of who stays have all parts, each in its
 owner's memory or kept in memory that ranks of its host share. A step has counted on a rank if its
@@ -103,6 +108,7 @@ class Report(msgspec.Struct, frozen=True):
     lost       ranks that it has lost, or that a timeout has named
     held       all whole parts that it can read: its own, and kept ones of its host
     newcomers  those that it knows of, and that live
+    silent     ranks that it has not heard for a while, and has not lost yet
     """
 
     generation: int
@@ -111,6 +117,7 @@ class Report(msgspec.Struct, frozen=True):
     lost: tuple[int, ...] = ()
     held: tuple[HeldPart, ...] = ()
     newcomers: tuple[Newcomer, ...] = ()
+    silent: tuple[int, ...] = ()
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -137,7 +144,7 @@ class View(msgspec.Struct, frozen=True):
     """What one process knows when it looks.
 
     generation  the last one on which it knows the decision, and its members; 0 before the first
-    lost, held  see `Report`
+    lost, held, silent  see `Report`
     newcomers   those that live, in the order in which they have come, this one with them
     reports     those of `generation` in the store
     decision    that on `generation` + 1, if there is one
@@ -157,6 +164,7 @@ class View(msgspec.Struct, frozen=True):
     decision: Decision | None = None
     quiet: bool = False
     overdue: bool = False
+    silent: tuple[int, ...] = ()
 
 
 class WriteReport(msgspec.Struct, frozen=True):
@@ -190,7 +198,7 @@ class StandBy(msgspec.Struct, frozen=True):
 class Await(msgspec.Struct, frozen=True):
     """AWAIT: nothing to do until something changes.
 
-    ranks    whose reports are missing
+    ranks    whose reports are missing, or will change
     lacking  how many processes, at least, are missing
     """
 
@@ -227,15 +235,18 @@ def _newcomer_action(view: View) -> NextAction:
 
 def _member_action(view: View) -> NextAction:
     rank = view.members.index(view.process)
-    own = Report(view.generation, rank, view.address, view.lost, view.held, view.newcomers)
+    own = Report(
+        view.generation, rank, view.address, view.lost, view.held, view.newcomers, view.silent
+    )
     reports = {report.rank: report for report in view.reports}
     if reports.get(rank) != own:
         return WriteReport(own)
     staying = who_stays(reports, first=rank if view.overdue else None)
     lost = {each for member in staying for each in reports[member].lost}
-    missing = tuple(sorted({*range(len(view.members))} - reports.keys() - lost))
-    if rank not in staying or (missing and not view.overdue):
-        return Await(missing)
+    missing = {*range(len(view.members))} - reports.keys() - lost
+    unsure = any(each in staying for member in staying for each in reports[member].silent)
+    if rank not in staying or ((missing or unsure) and not view.overdue):
+        return Await(tuple(range(len(view.members)) if unsure else sorted(missing)))
     return _proposal(view, [reports[each] for each in staying])
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -81,7 +81,7 @@ class Regrouping:
         self._version = 0
         self._seconds: dict[str, float] = {}
 
-    def form(self, version: int, gone: Sequence[int], how: str) -> Generation:
+    def form(self, version: int, gone: Collection[int], how: str) -> Generation:
         """Form generations, until one has a state that all of its ranks have; return that.
 
         version   the number of steps that count here
@@ -93,16 +93,14 @@ class Regrouping:
         while True:
             with self._timed("decided"):
                 held = self._memory.held(self._generations.entered)
-                decision = self._generations.next(held, lost, self._backend.lost)
-            lost = set()
+                decision = self._generations.next(held, lost)
             try:
                 self._enter(decision)
                 break
             except LOSS as error:
-                if error.peer is not None:
-                    lost.add(error.peer)
-                    if error.peer >= len(decision.survivors):
-                        self._generations.newcomers.did_not_come(decision.members[error.peer])
+                lost = blamed(error)
+                if error.peer is not None and error.peer >= len(decision.survivors):
+                    self._generations.newcomers.did_not_come(decision.members[error.peer])
         self._seconds["total"] = time.monotonic() - began
         rank, size = self._backend.rank, self._backend.world_size
         members = decision.members
@@ -133,7 +131,7 @@ class Regrouping:
                 memory.forget(first=first)
             backend.inner.abort()
             backend.enter(group)
-            self._generations.entered = number
+            self._generations.enter()
             kept.regrouped()
             values, self._version = self._first_state() if first else self._state(decision)
             kept.load_values(values)
@@ -176,6 +174,18 @@ class Regrouping:
             yield
         finally:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.monotonic() - began
+
+
+def blamed(error: BaseException) -> set[int]:
+    """Return the rank that did not come, to a meeting or to a call.
+
+    Whom it cannot reach each rank of a group finds by itself: another one may reach it.
+    """
+    if isinstance(error, CollectiveTimeoutError) or (
+        isinstance(error, PeerLostError) and error.op == "rendezvous"
+    ):
+        return set() if error.peer is None else {error.peer}
+    return set()
 
 
 def _tell(made: Generation, before: Sequence[str], step: int, how: str) -> None:

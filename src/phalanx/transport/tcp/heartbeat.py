@@ -127,6 +127,14 @@ class Heartbeat:
             self._last_look = now
             self._next_look = now + self._look_every
 
+    def silent(self) -> list[int]:
+        """Return the peers given up, and those that missed some beats. Lock held."""
+        return [
+            peer
+            for peer, connection in self._mesh.connections.items()
+            if connection.given_up or self._silent[peer] > self._seconds / 6
+        ]
+
     def _look_at(
         self, connection: Connection, seconds: float, state: Callable[[int], State]
     ) -> None:

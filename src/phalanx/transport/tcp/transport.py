@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -216,6 +216,10 @@ class TcpTransport(Transport):
     def check_peers(self) -> None:
         self.look()
         self.heartbeat.look()
+
+    @override
+    def silent(self) -> Collection[int]:
+        return self.heartbeat.silent()
 
     @override
     def watch(self) -> None:
