@@ -88,7 +88,7 @@ import json, runpy, sys, time
 sys.argv = ["phalanx", "--help"]
 began = time.process_time()
 try:
-    runpy.run_module("phalanx.cli.main", run_name="__main__")
+    runpy.run_module("phalanx", run_name="__main__")
 except SystemExit as end:
     assert not end.code
 seconds = time.process_time() - began

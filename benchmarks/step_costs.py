@@ -85,7 +85,7 @@ class Watcher:
         self._backend = backend
         self._process: subprocess.Popen[bytes] | None = None
         if backend.rank == 0:
-            words = [sys.executable, "-m", "phalanx.cli.main", "watch", "--json"]
+            words = [sys.executable, "-m", "phalanx", "watch", "--json"]
             words.append(os.environ[watch_folder.VARIABLE])
             self._process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
             self._signal(signal.SIGSTOP)

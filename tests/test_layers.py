@@ -53,7 +53,7 @@ BUDGETS = {  # of each package: lines, files
     ".": (943, 7),  # the package's own files
     "aggregation": (1_817, 7),
     "checkpoint": (3_617, 14),
-    "cli": (1_057, 6),
+    "cli": (1_053, 6),
     "collectives": (5_202, 24),
     "compression": (1_761, 7),
     "core": (5_587, 21),

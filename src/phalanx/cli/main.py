@@ -17,7 +17,3 @@ def main() -> None:
     from phalanx.launch.command import run_app  # noqa: PLC0415
 
     run_app(app, "phalanx")
-
-
-if __name__ == "__main__":
-    main()
