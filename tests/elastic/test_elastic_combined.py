@@ -142,16 +142,19 @@ def branches(backend: Backend) -> Training:
 
 
 def plain_module(backend: Backend) -> Training:
-    """No wrapper: the script averages the gradients itself."""
+    """No wrapper: the script averages the gradients itself, and sets them to 0 behind the step."""
+    model = Model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 
-    def step(model: nn.Module, optimizer: Optimizer, share: Share) -> None:
+    def step(share: Share) -> None:
         (loss_of(model, share) * share.weight).backward()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         all_reduce_coalesced_(gradients, backend, ReduceOp.MEAN)
         all_reduce_(model.seen, backend, ReduceOp.MEAN)
         optimizer.step()
+        optimizer.zero_grad()
 
-    return with_adam(Model(), step)
+    return Training(step, {"model": model}, [optimizer])
 
 
 # ------------------------------------------------------------------------------
@@ -333,6 +336,14 @@ def test_ranks_that_are_all_between_two_versions_go_back_to_the_kept_one() -> No
     for turn in later:
         run, _ = train(way, 3, {0: turn})
         assert run.ends.keys() == {1, 2}
+
+
+def test_gradients_of_a_plain_module_do_not_outlive_a_generation() -> None:
+    """No wrapper drops them, and the script sets them to 0 behind the step."""
+    way = COMBINED["plain_module"]
+    _, turns = train(way, 2)
+    for turn in range(turns[1] // 2, turns[1] * 3 // 4):  # about a step
+        train(way, 2, {1: turn})
 
 
 def test_gradients_are_unscaled_once_in_a_step_that_is_taken_again() -> None:
