@@ -5,7 +5,7 @@ The oracle is training that saves a checkpoint where a generation begins, and lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -247,6 +247,34 @@ def zeroed_last(wrap: Callable[[nn.Module, Backend], nn.Module], backend: Backen
     return Training(step, plain.modules, plain.optimizers)
 
 
+class Agreed(Optimizer):
+    """Changes its state, meets the other ranks, and changes the parameters only then."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], backend: Backend) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+        self._backend = backend
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        parameters = self.param_groups[0]["params"]
+        for each in parameters:
+            self.state[each].setdefault("sum", torch.zeros_like(each)).add_(each.grad)
+        self._backend.barrier()
+        for each in parameters:
+            each.sub_(self.state[each]["sum"], alpha=self.param_groups[0]["lr"])
+
+
+def agreed(backend: Backend) -> Training:
+    model = DDP(Model(), backend)
+    optimizer = Agreed(model.parameters(), backend)
+
+    def step(share: Share) -> None:
+        optimizer.zero_grad()
+        stepped(model, optimizer, share)
+
+    return Training(step, {"model": model}, [optimizer])
+
+
 def sgd(model: nn.Module) -> Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05)
 
@@ -275,6 +303,7 @@ COMBINED: Mapping[str, Way] = {
     "accumulated_fsdp": Way(partial(accumulated, FSDP)),
     "zeroed_last_ddp": Way(partial(zeroed_last, DDP)),
     "zeroed_last_fsdp": Way(partial(zeroed_last, FSDP)),
+    "agreed": Way(agreed),
     "no_state": wrapped(DDP, sgd),
     "no_state_sharded": wrapped(FSDP, sgd),
     "shuffled": Way(WAYS["full_shard"].make, {"seed": 3}, samples=10),
@@ -338,12 +367,15 @@ def test_ranks_that_are_all_between_two_versions_go_back_to_the_kept_one() -> No
         assert run.ends.keys() == {1, 2}
 
 
-def test_gradients_of_a_plain_module_do_not_outlive_a_generation() -> None:
-    """No wrapper drops them, and the script sets them to 0 behind the step."""
-    way = COMBINED["plain_module"]
-    _, turns = train(way, 2)
-    for turn in range(turns[1] // 2, turns[1] * 3 // 4):  # about a step
-        train(way, 2, {1: turn})
+@pytest.mark.parametrize("name", ["plain_module", "agreed"])
+def test_gradients_and_state_of_a_step_that_is_taken_again_do_not_stay(name: str) -> None:
+    """No wrapper drops a plain module's gradients, and its script sets them to 0 behind the step.
+    No parameter has changed when `Agreed` meets the others.
+    """
+    way = COMBINED[name]
+    _, turns = train(way, 3)
+    for turn in range(turns[2] // 2, turns[2] * 3 // 4):  # about a step
+        train(way, 3, {2: turn})
 
 
 def test_gradients_are_unscaled_once_in_a_step_that_is_taken_again() -> None:

@@ -37,7 +37,7 @@ def network() -> Iterator[Network]:
 
 
 def training(way: str = "full_shard") -> Training:
-    return Training(way, "auto", RANKS, heartbeat=1.0)
+    return Training(way, "auto", RANKS, heartbeat=2.0)
 
 
 def members(job: Job, generation: int) -> set[int]:
@@ -90,7 +90,7 @@ def test_of_two_halves_of_a_network_one_goes_on_and_the_other_joins_when_it_is_w
     network: Network, seconds: float
 ) -> None:
     """The connections end one after the other, so many seconds apart."""
-    with start(training("ddp")._replace(heartbeat=2.0), network=network) as job:
+    with start(training("ddp"), network=network) as job:
         job.until_all_train()
         for one in (0, 1):
             for other in (2, 3):
