@@ -36,6 +36,7 @@ from torch import Tensor, nn
 import phalanx
 from phalanx import DDP, FSDP, Backend, Elastic, ShardingStrategy
 from phalanx.collectives import ReduceOp, all_gather_object, all_reduce_, all_reduce_coalesced_
+from phalanx.errors import CheckpointNotFoundError, MembershipError
 
 Optimizer = torch.optim.Optimizer
 
@@ -433,6 +434,29 @@ def test_who_arrives_joins_with_the_state_of_the_others(name: str) -> None:
     assert 0 < last.first_step <= STEPS
     assert run.ends[2].counted == list(range(last.first_step, STEPS))
     assert run.ends[2].job.generation == last.number == run.ends[2].job.history[0].number
+
+
+@pytest.mark.parametrize("name", ["ddp", "full_shard"])
+def test_a_newcomer_to_a_rank_that_is_alone_takes_over_its_state_or_says_that_it_is_lost(
+    name: str,
+) -> None:
+    way = WAYS[name]
+    _, alone = train(way, 1, most=2)
+    arrivals = [alone[0] * 2 // 3]
+    _, turns = train(way, 1, arrivals=arrivals)
+    for turn in range(0, turns[1], 1 if LONG else 5):
+        run, _ = train(way, 1, {1: turn}, arrivals)
+        assert run.ends.keys() == {0}
+    taken_over = 0
+    for turn in range(arrivals[0], turns[0], 1 if LONG else 5):
+        try:
+            run, _ = train(way, 1, {0: turn}, arrivals)
+        except (MembershipError, CheckpointNotFoundError):
+            assert not taken_over
+        else:
+            assert [first for first, _ in run.generations.values()][1] >= 2
+            taken_over += 1
+    assert taken_over
 
 
 def test_who_comes_after_the_end_ends_with_exit_code_0() -> None:

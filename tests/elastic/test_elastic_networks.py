@@ -70,18 +70,36 @@ def test_others_go_on_without_a_host_that_is_cut_off_and_it_joins_again_later(
         job.check()
 
 
-def test_of_two_hosts_that_cannot_reach_each_other_one_goes_on_with_all_others(
+@pytest.mark.parametrize("others", [[2], [1, 2, 3]], ids=["one", "all"])
+def test_of_hosts_that_cannot_reach_each_other_most_go_on(
+    network: Network, others: list[int]
+) -> None:
+    """The store is there for all. One host alone could not go on with its part of the state."""
+    with start(training(), network=network) as job:
+        job.until_all_train()
+        for other in others:
+            network.cut_between(0, other)
+        rest = job.until(lambda: job.training_since(1), "the others train")
+        hosts = {process.host for process in rest}
+        assert hosts in ([{1, 2, 3}] if len(others) > 1 else [{0, 1, 3}, {1, 2, 3}])
+        for host in range(RANKS):
+            network.heal(host)
+        job.until_all_train(2)
+        job.check()
+
+
+def test_halves_of_a_network_that_only_together_have_the_state_wait_until_it_is_whole(
     network: Network,
 ) -> None:
     with start(training(), network=network) as job:
-        job.until_all_train()
-        network.cut_between(0, 2)
-        rest = job.until(lambda: job.training_since(1), "the others train")
-        assert len({process.host for process in rest} & {0, 2}) == 1
-        assert len(rest) == RANKS - 1
-        network.heal(0)
-        network.heal(2)
-        job.until_all_train(2)
+        ranks = job.until_all_train()
+        for one, other in ((0, 2), (0, 3), (1, 2), (1, 3)):
+            network.cut_between(one, other)
+        job.pause(4.0)
+        assert not job.training_since(1)
+        for host in range(RANKS):
+            network.heal(host)
+        assert job.until_all_train(1) == ranks
         job.check()
 
 
@@ -106,6 +124,15 @@ def test_of_two_halves_of_a_network_one_goes_on_and_the_other_joins_when_it_is_w
         for host in range(RANKS):
             network.heal(host)
         job.until_all_train(newest)
+        job.check()
+
+
+@pytest.mark.parametrize("way", ["ddp", *["full_shard", "top_k"] * LONG])
+def test_a_newcomer_joins_from_another_host(network: Network, way: str) -> None:
+    with start(training(way), processes=RANKS - 1, network=network) as job:
+        job.until(lambda: job.training_since(0), "the others train")
+        job.start()
+        assert len(job.until_all_train(1)) == RANKS
         job.check()
 
 

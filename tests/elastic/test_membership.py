@@ -174,6 +174,42 @@ def test_a_report_says_silence_and_takes_it_back() -> None:
     assert next_action(heard) == WriteReport(report(0))
 
 
+def cut_off(rank: int, others: Collection[int], held: Collection[int]) -> Report:
+    """The report of one that hears nothing of these; it holds these of four parts of version 7."""
+    return report(rank, others, silent=tuple(others), held=parts(7, held, 4))
+
+
+def test_one_that_is_cut_off_does_not_end_a_job_that_the_others_can_go_on_with() -> None:
+    alone = cut_off(0, (1, 2, 3), (0, 3))
+    assert next_action(member(0, [alone])) == Await((0, 1, 2, 3))
+    rest = [report(each, [0], held=parts(7, [each, each - 1], 4)) for each in (1, 2, 3)]
+    assert proposed(member(2, rest)).survivors == (1, 2, 3)
+    assert next_action(member(0, [alone, *rest])) == Await()
+
+
+def test_if_only_all_together_have_a_complete_version_they_try_to_meet() -> None:
+    halves = [cut_off(rank, (2, 3), (0, 1, 3)) for rank in (0, 1)]
+    assert next_action(member(0, halves)) == Await((0, 1, 2, 3))
+    halves += [cut_off(rank, (0, 1), (1, 2, 3)) for rank in (2, 3)]
+    assert proposed(member(0, halves)).survivors == (0, 1, 2, 3)
+    assert next_action(member(2, halves)) == Await()
+
+
+def test_who_is_known_to_be_dead_is_not_waited_for() -> None:
+    halves = [replace(cut_off(rank, (2, 3), (0, 1)), silent=(2,)) for rank in (0, 1)]
+    assert next_action(member(0, halves)) == Await((0, 1, 2, 3))
+    back = [*halves, cut_off(2, (0, 1), (2, 3))]
+    assert proposed(member(0, back)).survivors == (0, 1, 2)
+    dead = [replace(each, silent=()) for each in halves]
+    assert proposed(member(0, dead)).version is None
+
+
+def test_what_those_who_are_cut_off_hold_is_not_waited_for_too_long() -> None:
+    alone = cut_off(0, (1, 2, 3), (0, 3))
+    decision = proposed(member(0, [alone], overdue=True))
+    assert (decision.survivors, decision.version) == ((0,), None)
+
+
 def test_who_has_waited_for_too_long_takes_the_silent_as_there() -> None:
     reports = [report(0, [3], silent=(1,)), report(1), report(2)]
     assert next_action(member(0, reports)) == Await((0, 1, 2, 3))
@@ -365,6 +401,10 @@ ROWS = {  # a member's knowledge, and a newcomer's
     "a member has neither reported nor is lost": (member(0, [report(0, [1, 2])]), None),
     "one that stays has not heard another for a while": (
         member(0, [report(0, [2, 3], silent=(1,)), report(1)]),
+        None,
+    ),
+    "they lack a part that one cut off from them may have": (
+        member(0, [report(0, [1, 2, 3], silent=(1,), held=())]),
         None,
     ),
     "fewer processes than `min_ranks`": (

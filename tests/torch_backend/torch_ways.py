@@ -43,7 +43,7 @@ LAUNCHERS: Mapping[str, tuple[tuple[str, ...], str]] = MappingProxyType(
 """What comes before the program, and how it meets. Without a launcher, ranks are started here."""
 
 
-def run(name: str, backend: str = "phalanx", rounds: int = 3) -> str:
+def run(name: str, backend: str = "phalanx", rounds: int = 1) -> str:
     """What the job prints. Raises `RuntimeError` with all it said if it fails."""
     launcher, way = LAUNCHERS[name]
     program = [PROGRAM, backend, way, str(rounds)]

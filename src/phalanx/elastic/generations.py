@@ -6,6 +6,7 @@ a newcomer    enters, renews its entry each second    -> a generation that has i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 
@@ -35,6 +36,7 @@ from phalanx.launch.report import AGAIN
 
 _QUIET = 3.0  # seconds without a newcomer after which the first generation forms
 _SILENT = 3.0  # seconds without a sign of life after which a newcomer counts as gone
+_LATE = 2.0  # seconds: members notice that a generation has not formed, one after the other
 _PENALTIES = 1.0, 60.0  # seconds that a newcomer waits who did not come, first and at most
 _PIECE = 1.0  # seconds of waiting between two looks at the clock
 _PAUSES = 0.02, 0.2  # seconds between two looks of who is expected soon, and of who stands by
@@ -150,6 +152,7 @@ class Generations:
     ) -> None:
         self.number, self.members = 0, tuple[str, ...]()
         self.entered, self._group = 0, tuple[str, ...]()
+        self._formed, self._lost_at = 0, math.inf  # the last that has formed; when it was lost
         self._digest = xxh3_64_hexdigest("\n".join(kept).encode())
         self.newcomers, self.leaving = Newcomers(site, self._digest), leaving
         self._site, self.bounds, self._kept = site, bounds, tuple(kept)
@@ -174,6 +177,10 @@ class Generations:
         """Take note that the backend is a rank of the last generation now."""
         self.entered, self._group = self.number, self.members
 
+    def formed(self) -> None:
+        """Take note that all ranks of the last generation have its state."""
+        self._formed, self._lost_at = self.number, math.inf
+
     def next(self, held: Sequence[HeldPart], gone: set[int]) -> Decision:
         """Return the decision on a generation that has this process; block until there is one.
 
@@ -189,6 +196,7 @@ class Generations:
             self.number, self.members = self.number + 1, (site.process,)
             return Decision(self.number, self.members, "")
         now = Waiting(tuple(held), gone, site.now())
+        self._lost_at = min(self._lost_at, now.began)
         self._reports, self._unread = {}, range(len(self.members))
         self._invited = self.newcomers.living(self.members)
         while True:
@@ -205,7 +213,7 @@ class Generations:
     def _look(self, now: Waiting) -> Decision | None:
         """Look at the store once, and do what there is to do; return a decision that counts."""
         site = self._site
-        overdue = site.now() > now.began + self._timeout
+        overdue = site.now() > min(now.began + self._timeout, self._lost_at + self._wait)
         try:
             self._look_at_group(now)
             while True:
@@ -229,7 +237,8 @@ class Generations:
         """Look which ranks of the last generation are lost, and which are silent.
 
         If they could not all meet, the group before is still there. Who has left it may have met
-        the others; but whom this process has given up there, it cannot reach.
+        the others; but whom this process has given up there, it cannot reach. If they have met, but
+        the generation has not formed, who has left may have missed another one, and reports so.
         """
         ranks = {process: rank for rank, process in enumerate(self.members)}
         now.gone.discard(ranks.get(self._site.process, -1))  # others may say so of this one
@@ -238,8 +247,13 @@ class Generations:
             return
         lost = {known[old] for old in self._backend.lost() if old in known}
         silent = {known[old] for old in self._backend.silent() if old in known}
-        now.gone |= lost if self.entered == self.number else lost & silent
-        now.silent = silent - now.gone
+        if self.entered < self.number:
+            lost &= silent
+        elif self._formed < self.number:
+            in_time = self._site.now() < now.began + _LATE
+            lost = set() if in_time else lost - self._reports.keys()
+        now.gone |= lost
+        now.silent = silent
 
     def _is_newcomer(self) -> bool:
         return self._site.process not in self.members

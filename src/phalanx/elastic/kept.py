@@ -119,7 +119,7 @@ class Flags:
 class Kept:
     """The kept objects of one rank.
 
-    version      of the state as it is now; None in the middle of a step
+    version      of the state as it is now; None in the middle of a step, and while it is taken
     uncuttable   what an optimizer keeps for the shard that it was made for, in words; or ""
     """
 

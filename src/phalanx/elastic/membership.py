@@ -24,6 +24,7 @@ reads the store, builds a `View`, carries the action out, and looks again.
     it does not stay                                        AWAIT        .
     a member has neither reported nor is lost               AWAIT        .
     one that stays has not heard another for a while        AWAIT        .
+    they lack a part that one cut off from them may have    AWAIT        .
     fewer processes than `min_ranks`                        AWAIT        AWAIT
     generation 0, newcomers still arrive                    .            AWAIT
     generation > 0                                          .            AWAIT
@@ -38,9 +39,14 @@ has lost still live.
 has not heard another for a while says it, and soon takes it back, or has lost the other. Else ranks
 would meet that cannot. For the same reason a rank says only whom it has lost itself.
 
+**Cut off.** If those who stay have no complete version, and lack the report of one that they have
+lost in silence, they wait for it: one rank must not end a job that the others can go on with. If
+all who have reported have a complete version together, they meet, or try to, until they can.
+
 **Overdue.** Who stays may die before it proposes, unnoticed by those that it had lost. A process
 that has waited for too long (by the driver's clock) takes itself as one that stays, those who have
-not reported as lost, and the silent as there. So no wait is for ever. Nothing hangs on who
+not reported as lost, and the silent as there; without a complete version it goes back to the newest
+checkpoint. So no wait is for ever. Nothing hangs on who
 proposes: of two halves of a network, or several proposers, the first to write goes on.
 
 **The state.** The newest version of which the reports of who stays have all parts, each in its
@@ -108,7 +114,7 @@ class Report(msgspec.Struct, frozen=True):
     lost       ranks that it has lost, or that a timeout has named
     held       all whole parts that it can read: its own, and kept ones of its host
     newcomers  those that it knows of, and that live
-    silent     ranks that it has not heard for a while, and has not lost yet
+    silent     ranks that it has not heard for a while; if it has lost them, they may still live
     """
 
     generation: int
@@ -247,7 +253,14 @@ def _member_action(view: View) -> NextAction:
     unsure = any(each in staying for member in staying for each in reports[member].silent)
     if rank not in staying or ((missing or unsure) and not view.overdue):
         return Await(tuple(range(len(view.members)) if unsure else sorted(missing)))
-    return _proposal(view, [reports[each] for each in staying])
+    chosen = [reports[each] for each in staying]
+    if newest_complete(chosen) is None and not view.overdue:
+        silent = {each for member in staying for each in reports[member].silent}
+        if silent - reports.keys():
+            return Await(tuple(range(len(view.members))))
+        living = [reports[each] for each in sorted(reports.keys() - (lost - silent))]
+        chosen = living if newest_complete(living) is not None else chosen
+    return _proposal(view, chosen)
 
 
 def who_stays(reports: Mapping[int, Report], *, first: int | None = None) -> list[int]:

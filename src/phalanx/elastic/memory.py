@@ -12,6 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
+from phalanx.collectives import ReduceOp, all_reduce_
 from phalanx.core.replaceable import ReplaceableBackend
 from phalanx.elastic.kept import Kept
 from phalanx.elastic.membership import Decision, HeldPart
@@ -23,15 +26,19 @@ from phalanx.elastic.versions import Versions
 class Memory:
     """One rank's memory of the state.
 
-    copies   whether versions are kept at all: some rank alone has a part of the state
     copied   the newest version of which this rank has kept its part
     """
 
     def __init__(self, kept: Kept, backend: ReplaceableBackend, site: Site) -> None:
-        self.copies, self.copied = True, 0
+        self.copied, self._is_needed = 0, True
         self._kept, self._backend, self._site = kept, backend, site
         self._in_place: list[tuple[HeldPart, Holding]] = []
         self._versions: list[Versions] = []  # of the last generation, and those before
+
+    @property
+    def copies(self) -> bool:
+        """Whether versions are kept: other ranks may need this one's part. Equal on all ranks."""
+        return self._is_needed and self._backend.world_size > 1
 
     def begin(self) -> None:
         """Take the state as it was made."""
@@ -46,8 +53,7 @@ class Memory:
 
         followed   whether a collective has followed an optimizer's step
         """
-        alone = self._backend.world_size == 1
-        self.copies = not alone and (followed or not self._kept.is_whole())
+        self._is_needed = followed or not self._kept.is_whole()
         if self.copies and due:
             self.write(version)
 
@@ -87,25 +93,26 @@ class Memory:
         """Return the state as it was made, if this rank has it still."""
         return [it for part, it in self._in_place if not part.layout]
 
-    def enter(self, version: int, generation: int, members: Sequence[str], *, first: bool) -> None:
-        """Take a generation's state, which is in its place now; every rank calls it.
-
-        first   nobody has taken a step yet: the state as it was made stays
-        """
+    def enter(self, version: int, generation: int, members: Sequence[str]) -> None:
+        """Take a generation's state, which is in its place now; every rank calls it."""
+        self._kept.begin_generation(version)
+        # What a rank that was alone has is nowhere else. Another version is overwritten by now.
+        self._in_place = [each for each in self._in_place if each[0].version == version]
+        self._add_in_place(version, generation)
         if len(members) > 1:
             made = Versions(generation, self._backend, members, self._site.pause)
             self._versions.insert(0, made)
-        self._kept.begin_generation(version)
-        if not first:
-            self._in_place.clear()
-        self._add_in_place(version, generation)
-        self.copies &= len(members) > 1
+        # Who has joined knows nothing of the steps before, and who was lost not the last one's end.
+        told = torch.tensor([self._is_needed or not self._kept.is_whole()], dtype=torch.int64)
+        label = f"generation {generation} keeps versions"
+        self._is_needed = bool(all_reduce_(told, self._backend, ReduceOp.MAX, label=label))
         if self.copies:
             self.write(version)
 
     def forget(self, *, first: bool) -> None:
         """Forget what this rank had in a generation that went on without it."""
-        self._in_place = self._in_place[:1] if first else []
+        made = [each for each in self._in_place if first and not each[0].layout]
+        self._in_place, self._is_needed, self._kept.version = made, first, None
         self.close()
 
     def close(self) -> None:

@@ -98,9 +98,11 @@ class Regrouping:
                 self._enter(decision)
                 break
             except LOSS as error:
+                log.warning("generation %d has not formed: %s", decision.generation, error)
                 lost = blamed(error)
                 if error.peer is not None and error.peer >= len(decision.survivors):
                     self._generations.newcomers.did_not_come(decision.members[error.peer])
+        self._generations.formed()
         self._seconds["total"] = time.monotonic() - began
         rank, size = self._backend.rank, self._backend.world_size
         members = decision.members
@@ -124,11 +126,11 @@ class Regrouping:
         backend, kept, memory = self._backend, self._kept, self._memory
         members, number = decision.members, decision.generation
         rank, first = members.index(self._site.process), not decision.layout
+        if rank >= len(decision.survivors):  # it has nothing to give if it alone is left
+            memory.forget(first=first)
         with self._timed("met"):
             group = self._site.meet(number, rank, len(members), decision.address, self._timeout)
         with self._timed("moved"):
-            if rank >= len(decision.survivors):
-                memory.forget(first=first)
             backend.inner.abort()
             backend.enter(group)
             self._generations.enter()
@@ -137,7 +139,7 @@ class Regrouping:
             kept.load_values(values)
             text = f"{self._seed} {self._version} {backend.world_size}"
             random_state.seed_all(xxh3_64_intdigest(text.encode()), rank)
-            memory.enter(self._version, number, members, first=first)
+            memory.enter(self._version, number, members)
             barrier(backend, label=f"generation {number} has its state")
             memory.complete()
 

@@ -355,7 +355,7 @@ class Rendezvous:
         elif not unconnected:
             silent = [rank for rank in self._reporters() if rank not in self.problems]
             what = f"{name_ranks(silent)} did not say whether the memory of all can be attached"
-            peer = silent[0]
+            peer = silent[-1]  # some of them may wait for each other: the last has come last
         else:
             what, peer = f"no connection with {name_ranks(sorted(unconnected))}", min(unconnected)
             dial = self._dials.get(peer)
