@@ -6,6 +6,7 @@ Each rank is on a host of its own, and the job's store on one more (multiprocess
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from forms import LONG
+from forms import LONG, sizes
 from networks import Network, why_not
 from processes import fork_server
 
@@ -133,6 +134,35 @@ def test_a_newcomer_joins_from_another_host(network: Network, way: str) -> None:
         job.until(lambda: job.training_since(0), "the others train")
         job.start()
         assert len(job.until_all_train(1)) == RANKS
+        job.check()
+
+
+@pytest.mark.parametrize("seed", sizes([34], [*range(40), 68, 74]))
+def test_after_drawn_cuts_all_train_again_and_no_step_is_lost(network: Network, seed: int) -> None:
+    """Whole hosts, pairs, and one direction, the store's, too; some come back in between."""
+    draw = random.Random(seed)
+    way = draw.choice(["ddp", "full_shard", "top_k"])
+    with start(training(way)._replace(heartbeat=1.0), network=network) as job:
+        job.until_all_train()
+        for _ in range(draw.randint(2, 10)):
+            kind = draw.choice(["pair", "pair", "pair", "host", "inward", "heal"])
+            one, other = draw.sample(range(RANKS + 1), 2)
+            if kind == "pair":
+                network.cut_between(one, other)
+            elif kind == "heal":
+                network.heal(one)
+            else:
+                network.cut(one, go_out=kind == "host")
+            job.pause(draw.choice([0.0, 0.05, 0.3, 1.0, 2.0]))
+        for host in range(RANKS + 1):
+            network.heal(host)
+        last = max(process.steps[-1].number for process in job.processes)
+
+        def all_train() -> bool:
+            there = job.training_since(0)
+            return len(there) == RANKS and all(each.steps[-1].number > last for each in there)
+
+        job.until(all_train, "all train again")
         job.check()
 
 

@@ -121,13 +121,14 @@ class Waiting:
     held, gone        as for `Generations.next`
     silent            ranks that this process has not heard for a while
     began, last_sign  when it began, and when the job has last shown that it lives
+    since             when the store could be used again, or since it began
     failure           why the store cannot be used, if it cannot
     awaits            what this process waits for
     """
 
     def __init__(self, held: tuple[HeldPart, ...], gone: set[int], now: float) -> None:
         self.held, self.gone, self.silent = held, gone, set[int]()
-        self.began = self.last_sign = now
+        self.began = self.since = self.last_sign = now
         self.failure, self.awaits = "", Await()
 
 
@@ -213,7 +214,7 @@ class Generations:
     def _look(self, now: Waiting) -> Decision | None:
         """Look at the store once, and do what there is to do; return a decision that counts."""
         site = self._site
-        overdue = site.now() > min(now.began + self._timeout, self._lost_at + self._wait)
+        overdue = site.now() > min(now.since + self._timeout, self._lost_at + self._wait)
         try:
             self._look_at_group(now)
             while True:
@@ -229,7 +230,7 @@ class Generations:
             if self._has_signs() or not (now.awaits.lacking or self._is_newcomer()):
                 now.last_sign = site.now()
         except BackendUnavailableError as error:
-            now.failure = str(error)
+            now.failure, now.since = str(error), site.now()
             return None
         return decision
 
@@ -250,7 +251,7 @@ class Generations:
         if self.entered < self.number:
             lost &= silent
         elif self._formed < self.number:
-            in_time = self._site.now() < now.began + _LATE
+            in_time = self._site.now() < now.since + _LATE
             lost = set() if in_time else lost - self._reports.keys()
         now.gone |= lost
         now.silent = silent
