@@ -46,8 +46,8 @@ all who have reported have a complete version together, they meet, or try to, un
 **Overdue.** Who stays may die before it proposes, unnoticed by those that it had lost. A process
 that has waited for too long (by the driver's clock) takes itself as one that stays, those who have
 not reported as lost, and the silent as there; without a complete version it goes back to the newest
-checkpoint. So no wait is for ever. Nothing hangs on who
-proposes: of two halves of a network, or several proposers, the first to write goes on.
+checkpoint. So no wait is for ever. Nothing hangs on who proposes: of two halves of a network, or
+several proposers, the first to write goes on.
 
 **The state.** The newest version of which the reports of who stays have all parts, each in its
 owner's memory or kept in memory that ranks of its host share. A step has counted on a rank if its
