@@ -335,15 +335,17 @@ def main() -> None:
     table = Table(title=f"seconds; load at the start {loads[0]:.1f}")
     for title in ("", "times", "median", "p95", "worst"):
         table.add_column(title, justify="left" if not title else "right")
-    for name, row in ROWS.items():
-        if not name.startswith(tuple(options.only.split(","))):
-            continue
-        count = max(1, round(row.times * options.count))
-        console.print(f"{name}: {count} times")
-        found = row.measure(count, random.Random(f"{options.seed} {name}"))
-        for part, values in found.items():
-            add_row(table, f"{name} {part}".rstrip(), values, row.asked.get(part, Asked()))
-    console.print(table)
+    try:
+        for name, row in ROWS.items():
+            if not name.startswith(tuple(options.only.split(","))):
+                continue
+            count = max(1, round(row.times * options.count))
+            console.print(f"{name}: {count} times")
+            found = row.measure(count, random.Random(f"{options.seed} {name}"))
+            for part, values in found.items():
+                add_row(table, f"{name} {part}".rstrip(), values, row.asked.get(part, Asked()))
+    finally:  # all rows take an hour: what there is when it is ended is shown
+        console.print(table)
     console.print("All results were checked: no step lost or done again, equal replicas.")
 
 
