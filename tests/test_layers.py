@@ -52,12 +52,12 @@ WITH_DDP = {
 BUDGETS = {  # of each package: lines, files
     ".": (943, 7),  # the package's own files
     "aggregation": (1_817, 7),
-    "checkpoint": (3_617, 14),
+    "checkpoint": (3_619, 14),
     "cli": (1_053, 6),
     "collectives": (5_202, 24),
     "compression": (1_761, 7),
-    "core": (5_587, 21),
-    "elastic": (3_600, 14),
+    "core": (5_641, 21),
+    "elastic": (3_599, 14),
     "fsdp": (2_873, 10),
     "launch": (4_743, 22),
     "native": (2_307, 8),
@@ -72,7 +72,7 @@ BUDGETS = {  # of each package: lines, files
     "tensor": (1_682, 9),
     "torch_backend": (1_858, 9),
     "training": (1_594, 8),
-    "transport": (1_046, 6),  # without its packages
+    "transport": (1_048, 6),  # without its packages
     "transport.shm": (1_603, 9),
     "transport.tcp": (3_716, 13),
     "wire": (1_338, 6),

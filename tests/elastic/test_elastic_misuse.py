@@ -28,6 +28,7 @@ from phalanx import (
     ShardingStrategy,
     UnsupportedOperationError,
 )
+from phalanx.checkpoint.save_plan import installed_version
 from phalanx.collectives import all_reduce_
 from phalanx.elastic.membership import Decision
 from phalanx.elastic.stores import JobStore
@@ -432,11 +433,15 @@ def test_another_release_is_another_script(monkeypatch: pytest.MonkeyPatch) -> N
     def train(backend: Backend) -> None:
         with monkeypatch.context() as patched:
             patched.setattr("importlib.metadata.version", lambda _: f"1.{backend.rank}")
+            installed_version.cache_clear()
             job, _, step = a_job(backend)
             steps(job, step)
 
-    with pytest.raises(DesyncError, match=r"it has phalanx 1\.1, and they have phalanx 1\.0"):
-        phalanx.simulate(train, 2)
+    try:
+        with pytest.raises(DesyncError, match=r"it has phalanx 1\.1, and they have phalanx 1\.0"):
+            phalanx.simulate(train, 2)
+    finally:
+        installed_version.cache_clear()
 
 
 def test_a_process_with_another_token_is_no_part_of_the_job(

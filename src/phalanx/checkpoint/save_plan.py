@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cache
 from math import prod
 from typing import Any, get_args
 
@@ -371,6 +372,7 @@ def make_manifest(
     )
 
 
+@cache
 def installed_version() -> str:
     """Return Phalanx's version; "unknown" if it is run from its source."""
     try:

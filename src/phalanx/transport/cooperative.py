@@ -61,7 +61,9 @@ class CooperativeScheduler:
         self._over = threading.Event()
         self._draw = random.Random(seed)
         self._random_states = RandomStates(everyone, seed)
-        self._turn = [threading.Semaphore(0) for _ in range(everyone)]
+        self._turn = [threading.Lock() for _ in range(everyone)]  # released: it is its turn
+        for lock in self._turn:
+            lock.acquire()
         self._threads: dict[int, threading.Thread] = {}
         self._failures: list[BaseException] = []
         self._crashes = crashes
