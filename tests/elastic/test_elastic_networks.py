@@ -139,6 +139,18 @@ def test_a_newcomer_joins_from_another_host(network: Network, way: str) -> None:
         job.check()
 
 
+def test_what_error_feedback_had_left_over_is_lost_with_a_host_and_the_log_says_so(
+    network: Network,
+) -> None:
+    with start(training("top_k"), network=network) as job:
+        victim = job.until_all_train()[1]
+        os.kill(victim.pid, signal.SIGKILL)
+        assert len(job.until(lambda: job.training_since(1), "the others train")) == RANKS - 1
+        told = "lacks what the compressors of ranks 1 had left over (of 4 ranks), and it is lost"
+        assert told in job.story()
+        job.check()
+
+
 @pytest.mark.parametrize("seed", sizes([34], [*range(40), 68, 74]))
 def test_after_drawn_cuts_all_train_again_and_no_step_is_lost(network: Network, seed: int) -> None:
     """Whole hosts, pairs, and one direction, the store's, too; some come back in between."""

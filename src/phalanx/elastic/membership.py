@@ -249,15 +249,15 @@ def _member_action(view: View) -> NextAction:
         return WriteReport(own)
     staying = who_stays(reports, first=rank if view.overdue else None)
     lost = {each for member in staying for each in reports[member].lost}
-    missing = {*range(len(view.members))} - reports.keys() - lost
-    unsure = any(each in staying for member in staying for each in reports[member].silent)
+    silent = {each for member in staying for each in reports[member].silent}
+    everyone = {*range(len(view.members))}
+    missing, unsure = everyone - reports.keys() - lost, silent & {*staying}
     if rank not in staying or ((missing or unsure) and not view.overdue):
-        return Await(tuple(range(len(view.members)) if unsure else sorted(missing)))
+        return Await(tuple(sorted(everyone if unsure else missing)))
     chosen = [reports[each] for each in staying]
     if newest_complete(chosen) is None and not view.overdue:
-        silent = {each for member in staying for each in reports[member].silent}
         if silent - reports.keys():
-            return Await(tuple(range(len(view.members))))
+            return Await(tuple(sorted(everyone)))
         living = [reports[each] for each in sorted(reports.keys() - (lost - silent))]
         chosen = living if newest_complete(living) is not None else chosen
     return _proposal(view, chosen)

@@ -183,11 +183,10 @@ def blamed(error: BaseException) -> set[int]:
 
     Whom it cannot reach each rank of a group finds by itself: another one may reach it.
     """
-    if isinstance(error, CollectiveTimeoutError) or (
-        isinstance(error, PeerLostError) and error.op == "rendezvous"
-    ):
-        return set() if error.peer is None else {error.peer}
-    return set()
+    if not isinstance(error, LOSS) or error.peer is None:
+        return set()
+    did_not_come = isinstance(error, CollectiveTimeoutError) or error.op == "rendezvous"
+    return {error.peer} if did_not_come else set()
 
 
 def _tell(made: Generation, before: Sequence[str], step: int, how: str) -> None:
