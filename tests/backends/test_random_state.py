@@ -31,6 +31,7 @@ def test_all_generators_begin_anew_for_a_rank_and_those_of_other_devices_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     on_devices: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "manual_seed_all", on_devices.append)
     before = random_state.current()
 

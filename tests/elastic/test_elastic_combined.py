@@ -36,6 +36,7 @@ from torch import Tensor, nn
 import phalanx
 from phalanx import DDP, FSDP, Backend, Elastic, ShardingStrategy
 from phalanx.collectives import ReduceOp, all_gather_object, all_reduce_, all_reduce_coalesced_
+from phalanx.elastic.site import SimulatedSite
 from phalanx.errors import CheckpointNotFoundError, MembershipError
 
 Optimizer = torch.optim.Optimizer
@@ -286,6 +287,21 @@ def compiled(backend: Backend) -> Training:
     return with_adam(model, lambda _, optimizer, share: stepped(fast, optimizer, share))
 
 
+def overlapped(backend: Backend) -> Training:
+    """A collective that is begun before the optimizer's step; on rank 0 it is over by then."""
+
+    def step(model: nn.Module, optimizer: Optimizer, share: Share) -> None:
+        loss = model(share.inputs).square().mean()
+        (loss * share.weight).backward()
+        pending = phalanx.async_all_reduce(loss.detach(), backend)
+        if backend.rank == 0:
+            pending.wait()
+        optimizer.step()
+        pending.wait()
+
+    return with_adam(DDP(Unbuffered(), backend), step)
+
+
 HYBRID = wrapped(lambda m, b: FSDP(m, b, strategy=ShardingStrategy.hybrid(2)))
 COMBINED: Mapping[str, Way] = {
     "average": Way(with_average),
@@ -305,6 +321,7 @@ COMBINED: Mapping[str, Way] = {
     "zeroed_last_ddp": Way(partial(zeroed_last, DDP)),
     "zeroed_last_fsdp": Way(partial(zeroed_last, FSDP)),
     "agreed": Way(agreed),
+    "overlapped": Way(overlapped),
     "no_state": wrapped(DDP, sgd),
     "no_state_sharded": wrapped(FSDP, sgd),
     "shuffled": Way(WAYS["full_shard"].make, {"seed": 3}, samples=10),
@@ -321,6 +338,31 @@ def test_the_end_is_that_of_checkpoints_whatever_is_combined(name: str) -> None:
     assert [end.counted for end in run.ends.values()] == [list(range(STEPS))] * 3
     for process in range(3):
         few = [turns[process] * (9 + 2 * ((place + process) % 4)) // 16]  # one in each quarter
+        for turn in range(turns[process]) if LONG else few:
+            run, _ = train(way, 3, {process: turn})
+            assert run.ends.keys() == {0, 1, 2} - {process}
+
+
+@pytest.mark.parametrize(
+    "name", ["full_shard", "sharded_optimizer", "two_optimizers", "overlapped"]
+)
+def test_the_end_is_that_of_checkpoints_also_on_several_hosts(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Each rank is on one of its own. Its memory is lost with it, but for copies on the next."""
+    meet = SimulatedSite.meet
+
+    def on_hosts(site: SimulatedSite, generation: int, rank: int, size: int, *rest: Any) -> Backend:
+        made = meet(site, generation, rank, size, *rest)
+        made.topology = tuple(range(size))
+        return made
+
+    monkeypatch.setattr(SimulatedSite, "meet", on_hosts)
+    way, place = {**WAYS, **COMBINED}[name], len(name)
+    run, turns = train(way, 3)
+    assert [end.counted for end in run.ends.values()] == [list(range(STEPS))] * 3
+    for process in range(3):
+        few = [turns[process] * (9 + 2 * ((place + process) % 4)) // 16]
         for turn in range(turns[process]) if LONG else few:
             run, _ = train(way, 3, {process: turn})
             assert run.ends.keys() == {0, 1, 2} - {process}

@@ -59,7 +59,8 @@ def seeded(seed: int, rank: int) -> RandomState:
 
 def seed_all(seed: int, rank: int) -> None:
     """Give all generators fresh states for a rank, those of other devices, too."""
-    torch.manual_seed(_seed_of(seed, rank))
+    if torch.accelerator.is_available():  # else torch would note it for later, in 2 ms
+        torch.manual_seed(_seed_of(seed, rank))
     restore(seeded(seed, rank))
 
 

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Collection, Iterator
 from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch.utils.data import Dataset
@@ -30,8 +30,17 @@ from phalanx.transport.simulated import SimulatedBackend
 
 log = logging.getLogger("phalanx")
 _LONG = 2.0  # seconds: after a longer block, a notice is obeyed without another one
-# In a vote's sum: how many ranks say so.
-_NOTICED, _LEAVING, _COMING, _UNCUTTABLE = 1, 1 << 20, 1 << 40, 1 << 42
+_BITS = 15  # of each number in a vote's sum
+
+
+class Votes(NamedTuple):
+    """How many ranks say so."""
+
+    noticed: int  # that they are to leave
+    leaving: int  # that they do so now
+    needing: int  # that versions are to be kept
+    uncuttable: int  # that they cannot be
+    coming: int  # that newcomers make the group larger: rank 0 knows
 
 
 class Elastic:
@@ -346,35 +355,39 @@ class Elastic:
             each.count()
         followed = self._kept.end_block()
         due = self._noticed or after % self._copy_every == 0
-        self._memory.end_block(after, followed=followed, due=due)
+        self._memory.end_block(after, due=due)
         leaves = self._is_told() and self._may_leave(after)
-        told = self._vote(f"step {step.number} counts", leaves=leaves)
+        needs = self._memory.needs_copies(followed=followed)
+        told = self._vote(f"step {step.number} counts", leaves=leaves, needs=needs)
         self._version = after
-        if told >= _UNCUTTABLE:
+        if told.uncuttable:
             what = self._kept.uncuttable or "what an optimizer of another rank keeps"
             self._refuse(
                 f"{what} belongs to that rank's shard, and cannot be cut anew for other ranks: "
                 "take DDP, a ShardedOptimizer, or another optimizer"
             )
-        everybody = told % _LEAVING == self.backend.world_size
+        self._memory.agree(after, needed=told.needing > 0, due=due)
+        everybody = told.noticed == self.backend.world_size
         if everybody:
             self._checkpoints.save_now(after)
         if leaves or everybody:
             log.info("process %s leaves after step %d", self._site.process, step.number)
             self.close()
             return
-        self._noticed = told % _LEAVING > 0
+        self._noticed = told.noticed > 0
         if after < self._total:
             self._checkpoints.save_if_due(after)
-        if told >= _LEAVING:
-            self._form((), "" if told >= _COMING else "left")
+        if told.leaving or told.coming:
+            self._form((), "" if told.coming else "left")
 
-    def _vote(self, label: str, *, leaves: bool = False) -> int:
-        """Tell all ranks what this one wants, and return the sums."""
-        told = _NOTICED * self._is_told() + _LEAVING * leaves + _COMING * self._are_coming()
-        self._flags[0] = told + _UNCUTTABLE * bool(self._kept.uncuttable)
+    def _vote(self, label: str, *, leaves: bool = False, needs: bool = False) -> Votes:
+        """Tell all ranks what this one wants, and return how many do."""
+        uncuttable = bool(self._kept.uncuttable)
+        mine = Votes(self._is_told(), leaves, needs, uncuttable, self._are_coming())
+        self._flags[0] = sum(said << _BITS * place for place, said in enumerate(mine))
         all_reduce_(self._flags, self.backend, label=label)
-        return int(self._flags[0])
+        told = int(self._flags[0])
+        return Votes(*(told >> _BITS * place & (1 << _BITS) - 1 for place in range(len(mine))))
 
     def _is_told(self) -> bool:
         """Return whether this process is to leave."""

@@ -33,11 +33,12 @@ class Memory:
         self.copied, self._is_needed = 0, True
         self._kept, self._backend, self._site = kept, backend, site
         self._in_place: list[tuple[HeldPart, Holding]] = []
+        self._entered: tuple[int, int] | None = None  # the same, by version and generation
         self._versions: list[Versions] = []  # of the last generation, and those before
 
     @property
     def copies(self) -> bool:
-        """Whether versions are kept: other ranks may need this one's part. Equal on all ranks."""
+        """Whether versions are kept: other ranks may need this one's part. All ranks agree."""
         return self._is_needed and self._backend.world_size > 1
 
     def begin(self) -> None:
@@ -47,15 +48,25 @@ class Memory:
     def begin_block(self) -> None:
         """Give nothing in its place from now on, since the step changes it."""
         self._in_place.clear()
+        self._entered = None
 
-    def end_block(self, version: int, *, followed: bool, due: bool) -> None:
-        """Keep this rank's part of the version after a step, if it is due and needed.
+    def end_block(self, version: int, *, due: bool) -> None:
+        """Keep this rank's part of the version after a step, if it is due and needed."""
+        if self.copies and due:
+            self.write(version)
+
+    def needs_copies(self, *, followed: bool) -> bool:
+        """Return whether this rank has seen that versions are needed; others may have not.
 
         followed   whether a collective has followed an optimizer's step
         """
-        self._is_needed = followed or not self._kept.is_whole()
-        if self.copies and due:
-            self.write(version)
+        return followed or not self._kept.is_whole()
+
+    def agree(self, version: int, *, needed: bool, due: bool) -> None:
+        """Keep versions from this one on, or no more, as any rank needs them."""
+        begins, self._is_needed = needed and not self.copies, needed
+        if begins:
+            self.end_block(version, due=due)
 
     def write(self, version: int) -> None:
         """Keep this rank's part of a version."""
@@ -64,14 +75,17 @@ class Memory:
 
     def complete(self) -> None:
         """Forget the generations before: all ranks have the state of this one, and have kept it."""
-        del self._in_place[:-1]
+        self._in_place.clear()
         here = 1 if self._backend.world_size > 1 else 0
         self._close(self._versions[here:])
         del self._versions[here:]
 
     def held(self, generation: int) -> list[HeldPart]:
         """Return the parts that this rank can give, as a step of this generation has left it."""
-        if not self._in_place:
+        if self._entered is not None:
+            self._add_in_place(*self._entered)
+            self._entered = None
+        elif not self._in_place:
             self._kept.undo_block()
             if self._kept.version is not None:
                 self._add_in_place(self._kept.version, generation)
@@ -98,12 +112,13 @@ class Memory:
         self._kept.begin_generation(version)
         # What a rank that was alone has is nowhere else. Another version is overwritten by now.
         self._in_place = [each for each in self._in_place if each[0].version == version]
-        self._add_in_place(version, generation)
+        self._entered = version, generation
         if len(members) > 1:
             made = Versions(generation, self._backend, members, self._site.pause)
             self._versions.insert(0, made)
         # Who has joined knows nothing of the steps before, and who was lost not the last one's end.
-        told = torch.tensor([self._is_needed or not self._kept.is_whole()], dtype=torch.int64)
+        needed = self.needs_copies(followed=self._is_needed)
+        told = torch.tensor([needed], dtype=torch.int64)
         label = f"generation {generation} keeps versions"
         self._is_needed = bool(all_reduce_(told, self._backend, ReduceOp.MAX, label=label))
         if self.copies:
@@ -113,6 +128,7 @@ class Memory:
         """Forget what this rank had in a generation that went on without it."""
         made = [each for each in self._in_place if first and not each[0].layout]
         self._in_place, self._is_needed, self._kept.version = made, first, None
+        self._entered = None
         self.close()
 
     def close(self) -> None:

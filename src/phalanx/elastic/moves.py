@@ -48,6 +48,8 @@ from phalanx.wire.memory import plain, tensor_bytes
 
 PACKED = 64 << 10  # bytes: pieces that are smaller go in one message
 Tensors = dict[TensorShard, Tensor]
+_Requests = dict[int, list[tuple[int, int, int, int]]]
+_Wanted = list[_Requests]  # of each part
 
 
 class Holding(NamedTuple):
@@ -111,7 +113,7 @@ def move(
         readers = _readers(holdings, group)
         changes: list[Iterator[list[str]]] = []
 
-        def request() -> None:
+        def request() -> bytes:
             here = state.model_state(model)
             changes.append(into_model(here, readers[0].manifest, readers[0]))
             for optimizer, reader in zip(optimizers, readers, strict=False):
@@ -119,11 +121,14 @@ def move(
             for change in changes:
                 next(change)
             readers[0].request(readers[0].manifest.extra)
+            return msgspec.json.encode([reader.wanted for reader in readers])
 
-        group.on_all(request)
-        for reader in readers:
-            reader.read()
-        group.on_all(lambda: None)
+        asked = [msgspec.json.decode(each, type=learned(_Wanted)) for each in group.on_all(request)]
+        if any(each for of_rank in asked for each in of_rank):
+            for reader, wanted in zip(readers, zip(*asked, strict=True), strict=True):
+                reader.asked = wanted
+                reader.read()
+            group.on_all(lambda: None)
         for change in changes:
             next(change, None)
         return from_json(readers[0].manifest.extra, readers[0].copy)
@@ -161,8 +166,11 @@ class Held(NamedTuple):
 class MemoryReader(Reader):
     """Reads tensors where the ranks hold them. `read` is a collective of all of them.
 
-    held    all holdings
-    at      the part of them that is read
+    held     all holdings
+    at       the part of them that is read
+    wanted   what this rank requests, by the rank that has it: file and place of a shard there, and
+             bytes of it
+    asked    what each rank requests, for `read`
     """
 
     def __init__(
@@ -186,10 +194,9 @@ class MemoryReader(Reader):
             for number, file in enumerate(planned)
             for shard, begin in file.shards  # an empty one gives its place to the next
         }
-        # By the rank that has them: requests (file and place of a shard there, bytes of it), and
-        # the memory for each.
-        self._wanted: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
-        self._into: dict[int, list[memoryview]] = defaultdict(list)
+        self.wanted: _Requests = defaultdict(list)
+        self.asked: Sequence[_Requests] = ()
+        self._into: dict[int, list[memoryview]] = defaultdict(list)  # the memory for each
 
     @override
     def part(self, record: TensorRecord, part: Slice) -> Tensor:
@@ -210,19 +217,16 @@ class MemoryReader(Reader):
                 into[:] = tensor_bytes(here)[low:high]
                 continue
             source, _ = self._places[piece.file, piece.at]
-            self._wanted[source.owner].append((piece.file, piece.at, low, high))
+            self.wanted[source.owner].append((piece.file, piece.at, low, high))
             self._into[source.owner].append(into)
         return flat
 
     @override
     def read(self) -> None:
         """Take the requested bytes from the ranks that have them; give them theirs."""
-        backend, requests = self._group.backend, msgspec.json.encode(self._wanted)
+        backend = self._group.backend
         assert backend is not None
         rank, size = backend.rank, backend.world_size
-        kind = dict[int, list[tuple[int, int, int, int]]]
-        told = self._group.on_all(lambda: requests)
-        asked = [msgspec.json.decode(each, type=learned(kind)) for each in told]
         unpacked: list[tuple[memoryview, list[memoryview]]] = []
         works: list[Work[int] | Work[None]] = []
         for peer in ((rank - distance) % size for distance in range(1, size)):
@@ -233,7 +237,7 @@ class MemoryReader(Reader):
                 large = [room, *large]
             works += [backend.irecv(into, peer, background=False) for into in large]
         for peer in ((rank + distance) % size for distance in range(1, size)):
-            small, large = _sorted([self._bytes(*each) for each in asked[peer].get(rank, [])])
+            small, large = _sorted([self._bytes(*each) for each in self.asked[peer].get(rank, [])])
             packed = [memoryview(b"".join(small))] if small else []
             works += [backend.isend(each, peer, background=False) for each in packed + large]
         for work in works:
@@ -242,7 +246,6 @@ class MemoryReader(Reader):
             rest = room
             for into in small:
                 into[:], rest = rest[: len(into)], rest[len(into) :]
-        self._wanted.clear()
 
     def _here(self, file: int, begin: int) -> Tensor | None:
         """Return a shard, flat, if this rank holds it, or one that is equal."""

@@ -254,15 +254,20 @@ class Versions:
         members: Sequence[str],
         pause: Callable[[], object],
     ) -> None:
-        """Exchange with all ranks where the files are."""
         self.generation, self.members = generation, tuple(members)
-        self._rank, self._hosts, self._pause = backend.rank, backend.topology, pause
-        self._apart = backend.subgroup(range(backend.world_size))  # no message of the program's
-        mine = [rank for rank in range(len(members)) if self._keeper_of(rank) == self._rank]
+        self._backend, self._pause = backend, pause
+        self._rank, self._hosts = backend.rank, backend.topology
+        self._apart: Backend | None = None
+        self._mine: dict[int, Files] = {}
+        self._files: dict[tuple[int, int], Files] = {}  # by the rank that has them, and whose it is
+
+    def _open(self) -> Backend:
+        """Create files, and exchange with all ranks where they are; return a group for messages."""
+        size = len(self.members)
+        self._apart = self._backend.subgroup(range(size))  # no message of the program's
+        mine = [rank for rank in range(size) if self._keeper_of(rank) == self._rank]
         self._mine = {rank: _create() for rank in (self._rank, *mine)}
-        self._files: dict[tuple[int, int], Files] = {  # by the rank that has them, and whose it is
-            (self._rank, owner): files for owner, files in self._mine.items()
-        }
+        self._files = {(self._rank, owner): files for owner, files in self._mine.items()}
         told_of = [(at, f.fd, f.inode()) for at, files in self._mine.items() for f in files]
         try:
             told: list[Any] = all_gather_object((os.getpid(), told_of), self._apart)
@@ -275,9 +280,14 @@ class Versions:
                     with suppress(OSError):  # another user's, or no Linux: they go with it
                         opened = VersionFile.open_of(process, fd, inode)
                         self._files.setdefault((rank, owner), []).append(opened)
+        return self._apart
 
     def write(self, version: int, part: KeptPart) -> None:
-        """Write a version over the older of the two, here and on another host; blocks for that."""
+        """Write a version over the older of the two, here and on another host; blocks for that.
+
+        All ranks write alike. The first time, they also open each other's files.
+        """
+        apart = self._apart or self._open()
         key, file = (version, self.generation), _older(self._mine[self._rank])
         file.write(key, part, self._pause)
         to = self._keeper_of(self._rank)
@@ -290,17 +300,15 @@ class Versions:
             size = _size([piece.shard for piece in part.pieces])
             told = part.description(own=False)
             head = struct.pack("<qq", size, len(told))
-            works += [
-                self._apart.isend(each, to) for each in (head, told, file.tensors(size)) if each
-            ]
+            works += [apart.isend(each, to) for each in (head, told, file.tensors(size)) if each]
         for owner, theirs in heads.items():
-            self._apart.recv(theirs, owner)
+            apart.recv(theirs, owner)
         for owner, guest in guests.items():
             size, length = struct.unpack("<qq", heads[owner])
             described, memory = bytearray(length), guest.begin_receive(size)
-            self._apart.recv(described, owner)
+            apart.recv(described, owner)
             if size:
-                self._apart.recv(memory, owner)
+                apart.recv(memory, owner)
             guest.end_receive(key, size, bytes(described))
         for work in works:
             work.wait()
@@ -338,7 +346,8 @@ class Versions:
             for file in files:
                 file.close()
         self._files.clear()
-        self._apart.close()
+        if self._apart is not None:
+            self._apart.close()
 
 
 def _create() -> Files:
