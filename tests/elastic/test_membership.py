@@ -204,6 +204,16 @@ def test_who_is_known_to_be_dead_is_not_waited_for() -> None:
     assert proposed(member(0, dead)).version is None
 
 
+def test_one_that_did_not_come_to_a_meeting_but_has_reported_is_not_taken_as_dead() -> None:
+    """Rank 1 is cut off from the others, so 0 waited for both of them in vain. 3 is dead."""
+    reports = [
+        report(0, [1, 2, 3], silent=(1,), held=parts(7, (0, 3), 4)),
+        report(1, [0, 2, 3], silent=(0, 2), held=parts(7, (0, 1), 4)),
+        report(2, [1, 3], silent=(1,), held=parts(7, (2, 3), 4)),
+    ]
+    assert proposed(member(0, reports)).survivors == (0, 1, 2)
+
+
 def test_what_those_who_are_cut_off_hold_is_not_waited_for_too_long() -> None:
     alone = cut_off(0, (1, 2, 3), (0, 3))
     decision = proposed(member(0, [alone], overdue=True))

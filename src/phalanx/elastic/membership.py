@@ -258,8 +258,10 @@ def _member_action(view: View) -> NextAction:
     if newest_complete(chosen) is None and not view.overdue:
         if silent - reports.keys():
             return Await(tuple(sorted(everyone)))
-        living = [reports[each] for each in sorted(reports.keys() - (lost - silent))]
-        chosen = living if newest_complete(living) is not None else chosen
+        for together in (reports.keys() - (lost - silent), reports.keys()):
+            if newest_complete([reports[each] for each in together]) is not None:
+                chosen = [reports[each] for each in sorted(together)]
+                break
     return _proposal(view, chosen)
 
 

@@ -161,8 +161,9 @@ class Regrouping:
         def check() -> None:
             if backend.rank == 0 and not given:
                 raise CheckpointNotFoundError(
-                    "no version of the state is complete: ranks are lost that alone had parts of "
-                    "it, and there is no checkpoint (checkpoints=). Start the job again"
+                    "no version of the state is complete, and there is no checkpoint "
+                    "(checkpoints=): ranks are lost that alone had parts of it, or all are between "
+                    "two versions, in a collective behind an optimizer's step. Start the job again"
                 )
 
         CheckpointGroup(backend, "elastic", self._timeout).on_all(check)
