@@ -214,6 +214,18 @@ def test_one_that_did_not_come_to_a_meeting_but_has_reported_is_not_taken_as_dea
     assert proposed(member(0, reports)).survivors == (0, 1, 2)
 
 
+def test_those_who_hear_each_other_do_not_wait_until_one_that_is_cut_off_is_back() -> None:
+    """As before, but they have its part, too. 0 has lost 2 only as that did not come to a meeting:
+    it waited for 1 there.
+    """
+    reports = [
+        report(0, [1, 2, 3], silent=(1,), held=parts(7, (0, 3), 4)),
+        report(1, [0, 2, 3], silent=(0, 2), held=parts(7, (0, 1), 4)),
+        report(2, [1, 3], silent=(1,), held=parts(7, (1, 2), 4)),
+    ]
+    assert proposed(member(0, reports)).survivors == (0, 2)
+
+
 def test_what_those_who_are_cut_off_hold_is_not_waited_for_too_long() -> None:
     alone = cut_off(0, (1, 2, 3), (0, 3))
     decision = proposed(member(0, [alone], overdue=True))

@@ -40,8 +40,9 @@ has not heard another for a while says it, and soon takes it back, or has lost t
 would meet that cannot. For the same reason a rank says only whom it has lost itself.
 
 **Cut off.** If those who stay have no complete version, and lack the report of one that they have
-lost in silence, they wait for it: one rank must not end a job that the others can go on with. If
-all who have reported have a complete version together, they meet, or try to, until they can.
+lost in silence, they wait for it: one rank must not end a job that the others can go on with. Then
+those who hear each other meet if they have a complete version, else those who may live, else all
+who have reported: they try to, until they can.
 
 **Overdue.** Who stays may die before it proposes, unnoticed by those that it had lost. A process
 that has waited for too long (by the driver's clock) takes itself as one that stays, those who have
@@ -258,11 +259,20 @@ def _member_action(view: View) -> NextAction:
     if newest_complete(chosen) is None and not view.overdue:
         if silent - reports.keys():
             return Await(tuple(sorted(everyone)))
-        for together in (reports.keys() - (lost - silent), reports.keys()):
+        # Who has reported, and was not cut off, may only have missed a meeting.
+        cut_off = {each.rank: _of_silent(each) for each in reports.values()}
+        for together in (who_stays(cut_off), reports.keys() - (lost - silent), reports.keys()):
             if newest_complete([reports[each] for each in together]) is not None:
                 chosen = [reports[each] for each in sorted(together)]
                 break
     return _proposal(view, chosen)
+
+
+def _of_silent(report: Report) -> Report:
+    """Return a report without those that it has lost, but not because they were silent."""
+    return msgspec.structs.replace(
+        report, lost=tuple(each for each in report.lost if each in report.silent)
+    )
 
 
 def who_stays(reports: Mapping[int, Report], *, first: int | None = None) -> list[int]:
