@@ -80,11 +80,11 @@ def test_a_peer_whose_process_has_ended_is_lost_though_its_connection_stands(
 def test_what_it_had_sent_is_received_first(sleeper: subprocess.Popen[bytes]) -> None:
     with rank_0_and_a_raw_peer(Address("127.0.0.1", 1, host_id(), sleeper.pid)) as (backend, peer):
         peer.sock.sendall(message(LONG) + message(LONG, tag=1)[:-1])
-        become_a_zombie(sleeper)
         whole, half = (torch.zeros(len(LONG), dtype=torch.uint8) for _ in range(2))
         pending = [
             phalanx.irecv(into, backend, 1, tag=tag) for tag, into in enumerate((whole, half))
         ]
+        become_a_zombie(sleeper)
         with backend.engine.lock:
             backend._transport.mesh.connections[1].end()
         pending[0].wait()
