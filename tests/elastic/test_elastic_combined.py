@@ -428,10 +428,8 @@ def test_a_sampler_and_a_loader_in_one_step_deal_each_sample_once_in_an_epoch(cr
 def test_ranks_that_are_all_between_two_versions_go_back_to_the_kept_one() -> None:
     way = COMBINED["two_optimizers"]
     _, turns = train(way, 3)
-    later = range(
-        turns[0] * 9 // 16, turns[0], 1 if LONG else 4
-    )  # also in the second optimizer's collectives
-    for turn in later:
+    apart = 1 if LONG else 4
+    for turn in range(turns[0] * 9 // 16, turns[0], apart):  # also in the second's collectives
         run, _ = train(way, 3, {0: turn})
         assert run.ends.keys() == {1, 2}
 

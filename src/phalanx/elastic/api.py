@@ -30,7 +30,7 @@ from phalanx.transport.simulated import SimulatedBackend
 
 log = logging.getLogger("phalanx")
 _LONG = 2.0  # seconds: after a longer block, a notice is obeyed without another one
-_BITS = 15  # of each number in a vote's sum
+_BITS = 15  # of each number in a vote's sum: at most 32,767 ranks
 
 
 class Votes(NamedTuple):

@@ -67,6 +67,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TypeAlias
 
 import msgspec
+from msgspec.structs import replace
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -270,9 +271,7 @@ def _member_action(view: View) -> NextAction:
 
 def _of_silent(report: Report) -> Report:
     """Return a report without those that it has lost, but not because they were silent."""
-    return msgspec.structs.replace(
-        report, lost=tuple(each for each in report.lost if each in report.silent)
-    )
+    return replace(report, lost=tuple(each for each in report.lost if each in report.silent))
 
 
 def who_stays(reports: Mapping[int, Report], *, first: int | None = None) -> list[int]:
