@@ -305,6 +305,47 @@ def overlapped(backend: Backend) -> Training:
     return with_adam(DDP(Unbuffered(), backend), step)
 
 
+class Halves(nn.Module):
+    """A layer whose ranks have shards, and one that each has whole."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__()
+        self.sharded = FSDP(filled(nn.Linear(3, 5)), backend)
+        self.whole = DDP(filled(nn.Linear(5, 1)), backend)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.whole(torch.tanh(self.sharded(inputs)))
+
+
+def searched(backend: Backend) -> Training:
+    """L-BFGS: several backward passes in an optimizer's step, and a loss that all ranks have."""
+    model = DDP(Unbuffered(), backend)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    def step(share: Share) -> None:
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = loss_of(model, share) * share.weight
+            loss.backward()
+            return float(phalanx.all_reduce(loss.detach(), backend, ReduceOp.MEAN))
+
+        optimizer.step(closure)
+
+    return Training(step, {"model": model}, [optimizer])
+
+
+def compressed_averages(backend: Backend) -> Training:
+    """What compression leaves out of a mean is different on each rank, until `sync`."""
+    compression = phalanx.ErrorFeedback(phalanx.TopK(0.5))
+    model = phalanx.LocalSGD(Unbuffered(), backend, every=1, compression=compression)
+
+    def step(model: nn.Module, optimizer: Optimizer, share: Share) -> None:
+        stepped(model, optimizer, share)
+        model.sync()  # type: ignore[operator]
+
+    return with_adam(model, step)
+
+
 HYBRID = wrapped(lambda m, b: FSDP(m, b, strategy=ShardingStrategy.hybrid(2)))
 COMBINED: Mapping[str, Way] = {
     "average": Way(with_average),
@@ -325,6 +366,9 @@ COMBINED: Mapping[str, Way] = {
     "zeroed_last_fsdp": Way(partial(zeroed_last, FSDP)),
     "agreed": Way(agreed),
     "overlapped": Way(overlapped),
+    "halves": Way(lambda backend: with_adam(Halves(backend), stepped)),
+    "searched": Way(searched),
+    "compressed_averages": Way(compressed_averages),
     "no_state": wrapped(DDP, sgd),
     "no_state_sharded": wrapped(FSDP, sgd),
     "shuffled": Way(WAYS["full_shard"].make, {"seed": 3}, samples=10),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +27,7 @@ from phalanx import (
     Pipeline,
     PipelineParallelConfig,
     ShardingStrategy,
+    TopK,
     UnsupportedOperationError,
 )
 from phalanx.checkpoint.save_plan import installed_version
@@ -295,6 +297,26 @@ def test_a_batch_is_taken_once_in_a_step_and_inside() -> None:
     first_step(use)
 
 
+def test_groups_of_parameters_are_those_that_a_newcomer_makes() -> None:
+    refused = []
+
+    def train(backend: Backend) -> None:
+        job = Elastic(backend)
+        model = DDP(nn.Linear(2, 3), job.backend)
+        first, second = model.parameters()
+        optimizer = torch.optim.SGD([first], lr=0.1)
+        job.keep(model=model, optimizer=optimizer)
+        for step in job.steps(STEPS):
+            words = r"groups of parameters changed in the block of step 0"
+            with pytest.raises(MisuseError, match=words), step:
+                optimizer.add_param_group({"params": [second]})
+            refused.append(job.backend.rank)
+            break
+
+    phalanx.simulate(train, 2)
+    assert sorted(refused) == [0, 1]
+
+
 def test_what_changes_between_two_steps_is_refused() -> None:
     def use(job: Elastic, model: nn.Module, step: Any, train: Callable[[], object]) -> None:
         with step:
@@ -306,9 +328,10 @@ def test_what_changes_between_two_steps_is_refused() -> None:
         first_step(use)
 
 
-def test_local_sgd_syncs_in_each_step() -> None:
+@pytest.mark.parametrize("options", [{"every": 2}, {"every": 1, "compression": TopK(0.5)}])
+def test_local_sgd_syncs_in_each_step(options: dict[str, Any]) -> None:
     def local_sgd(module: nn.Module, backend: Backend) -> nn.Module:
-        return phalanx.LocalSGD(module, backend, every=2)
+        return phalanx.LocalSGD(module, backend, **options)
 
     def train(backend: Backend) -> None:
         job, _, step = a_job(backend, local_sgd)
@@ -379,6 +402,82 @@ def test_state_of_whole_parameters_need_not_be_cut(
     turns = phalanx.simulate(train, 3).turns
     phalanx.simulate(train, 3, crashes={1: turns[1] * 3 // 4})
     assert len(ends) == 5
+
+
+# ------------------------------------------------------------------------------
+# What all ranks have alike
+
+Change = tuple[Callable[[], object], dict[str, Any]]  # in each block, and what is kept, too
+
+
+def forgotten(optimizer: torch.optim.Optimizer, backend: Backend) -> Change:
+    """A schedule that is not kept. A newcomer gets the others' learning rate, and begins anew."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step).step, {}
+
+
+def of_one_rank(optimizer: torch.optim.Optimizer, backend: Backend) -> Change:
+    """A learning rate by what one rank alone has."""
+    (group,) = optimizer.param_groups
+    return lambda: group.update(lr=1 / (1 + backend.rank)), {}
+
+
+class Seen:
+    """The number of samples that this rank has seen, which is not that of another one."""
+
+    samples = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"samples": self.samples}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.samples = state["samples"]
+
+
+def counted_by_rank(optimizer: torch.optim.Optimizer, backend: Backend) -> Change:
+    seen = Seen()
+
+    def count() -> None:
+        seen.samples += 1 + backend.rank
+
+    return count, {"seen": seen}
+
+
+@pytest.mark.parametrize(
+    ("make", "arrivals", "words"),
+    [
+        (
+            forgotten,
+            [150],
+            r"rank 0 has optimizer\.0\.lr=0\.\d+, and rank 2 optimizer\.0\.lr=0\.45",
+        ),
+        (of_one_rank, [], r"step 0: rank 0 has optimizer\.0\.lr=1\.0, and rank 1 \S+lr=0\.5"),
+        (counted_by_rank, [], r"rank 0 has seen\.samples=1, and rank 1 seen\.samples=2"),
+    ],
+)
+def test_what_differs_between_ranks_is_told_after_the_step_on_all_of_them(
+    make: Callable[[torch.optim.Optimizer, Backend], Change], arrivals: list[int], words: str
+) -> None:
+    refused = []
+
+    def train(backend: Backend) -> None:
+        job = Elastic(backend, max_ranks=3)
+        model = DDP(nn.Linear(2, 3), job.backend)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        change, kept = make(optimizer, job.backend)
+        job.keep(model=model, optimizer=optimizer, **kept)
+        try:
+            for step in job.steps(20):
+                with step:
+                    optimizer.zero_grad()
+                    model(torch.ones(1, 2)).sum().backward()
+                    optimizer.step()
+                    change()
+        except DesyncError as error:
+            refused.append(str(error))
+
+    phalanx.simulate(train, 2, arrivals=arrivals)
+    assert len(refused) == 2 + len(arrivals)
+    assert all(re.search(words, text) for text in refused), refused
 
 
 # ------------------------------------------------------------------------------

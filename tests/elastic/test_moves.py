@@ -274,6 +274,29 @@ def test_nothing_is_changed_if_no_rank_has_some_elements() -> None:
     phalanx.simulate(run, 3)
 
 
+@pytest.mark.parametrize(
+    ("more", "name"), [("layer", r"more\.weight"), ("group", "the optimizer's")]
+)
+def test_nothing_is_changed_if_a_rank_has_no_place_for_some_elements(more: str, name: str) -> None:
+    """Rank 1 has made a smaller model, or an optimizer for fewer parameters."""
+
+    def run(backend: Backend) -> None:
+        model = nn.ModuleDict({"first": nn.Linear(2, 2)})
+        optimizer = adamw(model.parameters())
+        if backend.rank == 0 or more == "group":
+            model["more"] = nn.Linear(2, 2)
+        if backend.rank == 0 and more == "group":
+            optimizer.add_param_group({"params": list(model["more"].parameters())})
+        mine = [holding(0, model, [optimizer])] if backend.rank == 0 else []
+        before = state_of(model, optimizer)
+        words = rf"rank 1 has no place for {name}.*, which others have"
+        with pytest.raises(CheckpointMismatchError, match=words):
+            move(mine, backend, model, [optimizer])
+        assert state_of(model, optimizer) == before
+
+    phalanx.simulate(run, 2)
+
+
 def test_nothing_is_changed_if_a_rank_is_lost_before_all_have_theirs() -> None:
     def run(backend: Backend) -> object:
         old = backend.subgroup(range(2)) if backend.rank < 2 else None

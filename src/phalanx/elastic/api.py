@@ -91,8 +91,9 @@ class Elastic:
     # Errors
     `InvalidWorldSizeError` for `min_ranks` below 1 or above `max_ranks`; for gloo, nccl, ucc and
     mpi `UnsupportedOperationError`. `MembershipError` if there are too few ranks, or no store, for
-    `wait` seconds. `DesyncError` in a process that keeps something else than those that train,
-    which names the first difference; `AuthenticationError` with another token.
+    `wait` seconds. `DesyncError` in a process that keeps something else than those that train, and
+    on all ranks if optimizers' options or kept objects differ after a step; it names the first
+    difference. `AuthenticationError` with another token.
     """
 
     def __init__(
@@ -140,7 +141,8 @@ class Elastic:
         self._version = self._total = 0  # steps that count, and all
         self._in_block = self._told_to_leave = self._noticed = self._over = False
         self._block_began, self._exit_code = 0.0, AGAIN
-        self._flags = torch.zeros(1, dtype=torch.int64)
+        self._ballot = torch.zeros(2, dtype=torch.int64)
+        self._numbers = self._ballot.numpy()  # the same memory, which Python reads sooner
 
     # What is kept -----------------------------------------------------------------------------
 
@@ -381,12 +383,20 @@ class Elastic:
             self._form((), "" if told.coming else "left")
 
     def _vote(self, label: str, *, leaves: bool = False, needs: bool = False) -> Votes:
-        """Tell all ranks what this one wants, and return how many do."""
+        """Tell all ranks what this one wants, and return how many do.
+
+        Raises `DesyncError` on all ranks if what they keep differs: a sum of equal hashes is a
+        multiple of each.
+        """
         uncuttable = bool(self._kept.uncuttable)
         mine = Votes(self._is_told(), leaves, needs, uncuttable, self._are_coming())
-        self._flags[0] = sum(said << _BITS * place for place, said in enumerate(mine))
-        all_reduce_(self._flags, self.backend, label=label)
-        told = int(self._flags[0])
+        flags = sum(said << _BITS * place for place, said in enumerate(mine))
+        digest = self._kept.digest()
+        self._numbers[:] = flags, digest
+        all_reduce_(self._ballot, self.backend, label=label)
+        told, digests = self._numbers.tolist()
+        if (digests - digest * self.backend.world_size) % (1 << 64):
+            self._kept.raise_difference()
         return Votes(*(told >> _BITS * place & (1 << _BITS) - 1 for place in range(len(mine))))
 
     def _is_told(self) -> bool:

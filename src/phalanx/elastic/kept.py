@@ -10,24 +10,28 @@ In the block of step N a rank comes to a version of the state, or is between two
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
+import msgspec
 import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from xxhash import xxh3_64_intdigest
 
 from phalanx.checkpoint.manifest import Json, to_json
 from phalanx.checkpoint.save_plan import RankDescription, installed_version
 from phalanx.checkpoint.state import model_state, wrappers_of
+from phalanx.collectives import all_gather_object
 from phalanx.core.backend import Backend
 from phalanx.core.replaceable import ReplaceableBackend
 from phalanx.elastic.batches import Batches
 from phalanx.elastic.moves import Holding, holding
 from phalanx.elastic.versions import KeptPart, part_of
-from phalanx.errors import MisuseError, UnsupportedOperationError
+from phalanx.errors import DesyncError, MisuseError, UnsupportedOperationError
 from phalanx.fsdp import FSDP
 from phalanx.optim import ShardedOptimizer
 from phalanx.parallel.local_sgd.periodic import PeriodicSync
@@ -135,7 +139,8 @@ class Kept:
         self._flags = Flags(nn.Module())
         self._has_own = False  # wrappers have a state of each rank, of new tensors each time
         self._is_spread = False  # no rank has all, whatever buffers do
-        self._noted: tuple[Json, list[Json]] | None = None
+        self._noted: tuple[Json, dict[str, Json]] | None = None
+        self._sizes: list[list[int]] = []  # of the optimizers' groups
         self._begun_at: int | None = None  # the version of the block's start
         self._stepped_at = -1  # collectives that were over then; -1: no optimizer has stepped
         self._part: tuple[list[object], KeptPart] | None = None
@@ -203,9 +208,9 @@ class Kept:
         for name, shard in (*held.parameters.items(), *held.buffers.items()):
             dtype = str(shard.tensor.dtype).removeprefix("torch.")
             lines.append(f"{name}: {dtype} {list(shard.slice.shape)}")
-        for name, optimizer in self._optimizers.items():
+        named = zip(self._optimizers.items(), self._sizes_of_groups(), strict=True)
+        for (name, optimizer), sizes in named:
             kind = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
-            sizes = [len(group["params"]) for group in optimizer.param_groups]
             lines.append(f"optimizer {name}: {type(kind).__name__}, groups of {sizes} parameters")
         for name, each in self._others.items():
             identity = each.identity() if isinstance(each, Batches) else ""
@@ -217,6 +222,7 @@ class Kept:
     def begin_generation(self, version: int) -> None:
         """Note the state that a generation begins with, to see later what has changed."""
         model, self.version, self._begun_at = self.model, version, None
+        self._sizes = self._sizes_of_groups()
         self._parameters = [(each, each._version) for each in model.parameters()]
         self._buffers = [
             Buffer(module, name)
@@ -254,9 +260,16 @@ class Kept:
             if isinstance(wrapper, PeriodicSync) and wrapper.between_syncs:
                 self._refuse(
                     f"the block of step {self._begun_at} ended between two syncs of "
-                    f"{type(wrapper).__name__}: let it have a whole number of periods, or call "
-                    "sync() at its end"
+                    f"{type(wrapper).__name__}, with other parameters on each rank: let it have a "
+                    "whole number of periods, or, with compression= always, call sync() at its end"
                 )
+        if self._sizes_of_groups() != self._sizes:
+            self._refuse(
+                f"an optimizer's groups of parameters changed in the block of step "
+                f"{self._begun_at}: those of a newcomer would be the ones from before. Give it all "
+                "parameters before steps(), and freeze some until they are to be trained "
+                "(requires_grad=False)"
+            )
         assert self._begun_at is not None
         self.version = self._begun_at + 1
         self._parameters = [(each, each._version) for each, _ in self._parameters]
@@ -316,7 +329,7 @@ class Kept:
         if self._noted is None:
             return
         parts[0].extra, options = self._noted
-        for part, groups in zip(parts, options, strict=False):
+        for part, groups in zip(parts, options.values(), strict=False):
             if part.optimizer is not None:
                 described = zip(part.optimizer.groups, groups, strict=True)
                 new = [replace(group, options=given) for group, given in described]
@@ -344,7 +357,14 @@ class Kept:
         for parameter in self.model.parameters():
             parameter.grad = None
 
-    def _values(self) -> tuple[Json, list[Json]]:
+    def _sizes_of_groups(self) -> list[list[int]]:
+        """Return how many parameters each group of each optimizer has."""
+        return [
+            [len(group["params"]) for group in optimizer.param_groups]
+            for optimizer in self.optimizers
+        ]
+
+    def _values(self) -> tuple[Json, dict[str, Json]]:
         """Return the other objects' states, and the optimizers' options."""
 
         def keep(tensor: Tensor, path: str) -> str:
@@ -353,16 +373,44 @@ class Kept:
                 "numbers and text, and so are an optimizer's options: keep it in a module's buffer"
             )
 
-        options = [
-            [
+        options = {
+            name: [
                 to_json(
-                    {k: group[k] for k in group if k not in ("params", "param_names")}, "", keep
+                    {k: group[k] for k in group if k not in ("params", "param_names")}, name, keep
                 )
                 for group in optimizer.param_groups
             ]
-            for optimizer in self.optimizers
-        ]
+            for name, optimizer in self._optimizers.items()
+        }
         return to_json(self.values(), "keep", keep), options
+
+    def digest(self) -> int:
+        """Return a hash of the other objects' states and the optimizers' options, which all ranks
+        have alike at a block's end.
+        """
+        return xxh3_64_intdigest(msgspec.json.encode(self._noted, order="deterministic")) >> 1
+
+    def raise_difference(self) -> NoReturn:
+        """Raise `DesyncError` on all ranks: their digests differ. Every rank calls it."""
+        assert self._noted is not None
+        values, options = self._noted
+        label = "what differs between ranks"
+        told = all_gather_object({**values, **options}, self._backend, label=label)
+        first, *others = ([*_lines(noted)] for noted in told)
+        rank, here, there = next(
+            (rank, here, there)
+            for rank, lines in enumerate(others, 1)
+            for here, there in zip_longest(first, lines, fillvalue="nothing")
+            if here != there
+        )
+        raise DesyncError(
+            f"rank {self._backend.rank}: what is kept differs between ranks after the block of "
+            f"step {self._begun_at}: rank 0 has {here}, and rank {rank} {there}. Optimizers have "
+            "the same options on every rank, and kept objects the same state. Is a learning rate "
+            "schedule not kept, or are these computed from what one rank alone has?",
+            rank=self._backend.rank,
+            peer=rank,
+        )
 
     def _replicated(self, made: Holding, cut: set[str]) -> set[str]:
         """Return the names of tensors that all ranks hold whole, with the same values."""
@@ -425,3 +473,13 @@ class Kept:
 
     def _refuse(self, problem: str) -> NoReturn:
         raise MisuseError(f"rank {self._backend.rank}: {problem}", rank=self._backend.rank)
+
+
+def _lines(value: Json, path: str = "") -> Iterator[str]:
+    """Yield JSON in lines: the path of each number or text, and it."""
+    if isinstance(value, (dict, list, tuple)):
+        pairs = sorted(value.items()) if isinstance(value, dict) else enumerate(value)
+        for step, part in pairs:
+            yield from _lines(part, f"{path}.{step}".lstrip("."))
+    else:
+        yield f"{path}={value!r}"

@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from phalanx.checkpoint import state
 from phalanx.checkpoint.group import CheckpointGroup
-from phalanx.checkpoint.load import into_model, into_optimizer
+from phalanx.checkpoint.load import into_model, into_optimizer, shown
 from phalanx.checkpoint.manifest import TensorRecord, from_json
 from phalanx.checkpoint.save import describe
 from phalanx.checkpoint.save_plan import (
@@ -41,6 +41,7 @@ from phalanx.checkpoint.save_plan import (
 from phalanx.checkpoint.tensor_files import Reader, TensorShard, overlaps
 from phalanx.core.backend import Backend
 from phalanx.core.work import Work
+from phalanx.errors import CheckpointMismatchError
 from phalanx.parallel.wrapper import Slice
 from phalanx.wire.codec import DTYPES
 from phalanx.wire.control import learned
@@ -118,8 +119,11 @@ def move(
             changes.append(into_model(here, readers[0].manifest, readers[0]))
             for optimizer, reader in zip(optimizers, readers, strict=False):
                 changes.append(into_optimizer(optimizer, here, reader.manifest, reader))
-            for change in changes:
-                next(change)
+            if unused := [name for change in changes for name in next(change)]:
+                raise CheckpointMismatchError(
+                    f"rank {backend.rank} has no place for {shown(unused)}, which others have: "
+                    "every process makes the same model and optimizers before steps()"
+                )
             readers[0].request(readers[0].manifest.extra)
             return msgspec.json.encode([reader.wanted for reader in readers])
 
