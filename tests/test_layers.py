@@ -52,12 +52,12 @@ WITH_DDP = {
 BUDGETS = {  # of each package: lines, files
     ".": (943, 7),  # the package's own files
     "aggregation": (1_817, 7),
-    "checkpoint": (3_619, 14),
+    "checkpoint": (3_631, 14),
     "cli": (1_053, 6),
     "collectives": (5_202, 24),
     "compression": (1_761, 7),
     "core": (5_643, 21),
-    "elastic": (3_724, 14),
+    "elastic": (3_788, 14),
     "fsdp": (2_873, 10),
     "launch": (4_743, 22),
     "native": (2_307, 8),
@@ -66,7 +66,7 @@ BUDGETS = {  # of each package: lines, files
     "ops.clusters": (840, 5),
     "ops.interop": (905, 4),
     "ops.observe": (3_753, 18),
-    "optim": (428, 3),
+    "optim": (431, 3),
     "parallel": (5_144, 23),
     "pipeline": (2_102, 8),
     "tensor": (1_682, 9),

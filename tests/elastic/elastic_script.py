@@ -107,7 +107,7 @@ class Training:
             value
             for optimizer in self.optimizers
             for of in optimizer.state.values()
-            for value in of.values()
+            for value in (of.values() if isinstance(of, dict) else [torch.tensor(of)])
         ]
         tensors = [*self.model.parameters(), *self.model.buffers(), *state]
         return [each.detach().clone() for each in tensors if isinstance(each, Tensor)]

@@ -45,11 +45,18 @@ from phalanx.errors import CheckpointNotFoundError, MembershipError
 Optimizer = torch.optim.Optimizer
 
 
-def with_adam(
-    model: nn.Module, step: Callable[[nn.Module, Optimizer, Share], object], **others: Any
+def stepped(model: nn.Module, optimizer: Optimizer, share: Share, at: int = 0) -> None:
+    (loss_of(model, share, at) * share.weight).backward()
+    optimizer.step()
+
+
+def trained_by(
+    optimizer: Optimizer,
+    model: nn.Module,
+    step: Callable[[nn.Module, Optimizer, Share], object] = stepped,
+    **others: Any,
 ) -> Training:
     """Return a training of one model by one optimizer, the gradients of which are 0 before."""
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.1)
 
     def clean(share: Share) -> None:
         optimizer.zero_grad()
@@ -58,9 +65,13 @@ def with_adam(
     return Training(clean, {"model": model}, [optimizer], others)
 
 
-def stepped(model: nn.Module, optimizer: Optimizer, share: Share, at: int = 0) -> None:
-    (loss_of(model, share, at) * share.weight).backward()
-    optimizer.step()
+def with_adam(
+    model: nn.Module,
+    step: Callable[[nn.Module, Optimizer, Share], object] = stepped,
+    **others: Any,
+) -> Training:
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    return trained_by(torch.optim.Adam(parameters, lr=0.1), model, step, **others)
 
 
 # ------------------------------------------------------------------------------
@@ -73,7 +84,7 @@ def with_average(backend: Backend) -> Training:
     average = torch.optim.swa_utils.AveragedModel(
         model.module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
     )
-    plain = with_adam(model, stepped)
+    plain = with_adam(model)
 
     def step(share: Share) -> None:
         plain.step(share)
@@ -98,11 +109,11 @@ class Normed(nn.Module):
 
 
 def batch_norm(backend: Backend) -> Training:
-    return with_adam(DDP(Normed(nn.BatchNorm1d(5)), backend), stepped)
+    return with_adam(DDP(Normed(nn.BatchNorm1d(5)), backend))
 
 
 def sync_batch_norm(backend: Backend) -> Training:
-    return with_adam(DDP(Normed(phalanx.SyncBatchNorm(5, backend)), backend), stepped)
+    return with_adam(DDP(Normed(phalanx.SyncBatchNorm(5, backend)), backend))
 
 
 class Tied(Model):
@@ -119,7 +130,7 @@ class Tied(Model):
 
 
 def tied(wrap: Callable[[nn.Module, Backend], nn.Module], backend: Backend) -> Training:
-    return with_adam(wrap(Tied(), backend), stepped)
+    return with_adam(wrap(Tied(), backend))
 
 
 class Branches(Model):
@@ -242,7 +253,7 @@ def accumulated(wrap: Callable[[nn.Module, Backend], nn.Module], backend: Backen
 
 def zeroed_last(wrap: Callable[[nn.Module, Backend], nn.Module], backend: Backend) -> Training:
     """Gradients are set to 0 behind the step; those of a step that is taken again do not stay."""
-    plain = with_adam(wrap(Model(), backend), stepped)
+    plain = with_adam(wrap(Model(), backend))
     model, (optimizer,) = plain.model, plain.optimizers
 
     def step(share: Share) -> None:
@@ -271,13 +282,37 @@ class Agreed(Optimizer):
 
 def agreed(backend: Backend) -> Training:
     model = DDP(Model(), backend)
-    optimizer = Agreed(model.parameters(), backend)
+    return trained_by(Agreed(model.parameters(), backend), model)
 
-    def step(share: Share) -> None:
-        optimizer.zero_grad()
-        stepped(model, optimizer, share)
 
-    return Training(step, {"model": model}, [optimizer])
+class Remembers(Optimizer):
+    """Keeps what torch's own do not: a list that grows in place, a number that belongs to no
+    parameter, and an option that its first step adds.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        state: dict[Any, Any] = self.state
+        state["steps"] = state.get("steps", 0) + 1
+        for group in self.param_groups:
+            group["sum"] = group.get("sum", 0) + 1
+            for each in group["params"]:
+                seen = state[each].setdefault("seen", [])
+                seen.append(0.5)
+                each.sub_(each.grad, alpha=0.01 * (state["steps"] + group["sum"] + sum(seen)))
+
+
+def remembers(wrap: Callable[[nn.Module, Backend], nn.Module], backend: Backend) -> Training:
+    model = wrap(Model(), backend)
+    return trained_by(Remembers(model.parameters()), model)
+
+
+def remembers_sharded(backend: Backend) -> Training:
+    model = DDP(Model(), backend)
+    return trained_by(phalanx.ShardedOptimizer(Remembers, model), model)  # type: ignore[arg-type]
 
 
 def sgd(model: nn.Module) -> Optimizer:
@@ -303,6 +338,25 @@ def overlapped(backend: Backend) -> Training:
         pending.wait()
 
     return with_adam(DDP(Unbuffered(), backend), step)
+
+
+class Counting(Model):
+    """A checkpoint has more of it than parameters and buffers. Of what differs, rank 0's counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes, self.sums = 0, torch.zeros(2, dtype=torch.float64)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"passes": self.passes, "sums": self.sums}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.passes, self.sums = state["passes"], state["sums"].clone()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.passes += 1
+        self.sums += inputs.sum()
+        return super().forward(inputs) * (1 + self.passes / 8) + self.sums.mean()
 
 
 class Halves(nn.Module):
@@ -366,7 +420,12 @@ COMBINED: Mapping[str, Way] = {
     "zeroed_last_fsdp": Way(partial(zeroed_last, FSDP)),
     "agreed": Way(agreed),
     "overlapped": Way(overlapped),
-    "halves": Way(lambda backend: with_adam(Halves(backend), stepped)),
+    "remembers_ddp": Way(partial(remembers, DDP)),
+    "remembers_fsdp": Way(partial(remembers, partial(FSDP, elementwise=True))),
+    "remembers_sharded": Way(remembers_sharded),
+    "counting_ddp": Way(lambda backend: with_adam(DDP(Counting(), backend))),
+    "counting_fsdp": Way(lambda backend: with_adam(FSDP(Counting(), backend))),
+    "halves": Way(lambda backend: with_adam(Halves(backend))),
     "searched": Way(searched),
     "compressed_averages": Way(compressed_averages),
     "no_state": wrapped(DDP, sgd),
@@ -666,9 +725,10 @@ def test_a_job_that_has_ended_whole_goes_on_from_its_newest_checkpoint(
         assert end.counted == [3, 4, 5]
         assert all(map(torch.equal, end.tensors, oracle(way, ((0, 3), (3, 3)), 6)[end.rank]))
 
-    third = Run()
-    phalanx.simulate(script(way, 2, third, steps=6, **options), 2)
-    assert [end.counted for end in third.ends.values()] == [[], []]
+    for steps in (6, 4):  # as many as are behind it, and fewer
+        third = Run()
+        phalanx.simulate(script(way, 2, third, steps=steps, **options), 2)
+        assert [end.counted for end in third.ends.values()] == [[], []]
 
 
 def test_checkpoints_are_saved_while_ranks_crash(tmp_path: Path) -> None:

@@ -229,6 +229,31 @@ def test_a_job_keeps_a_model() -> None:
         in_one(lambda backend: next(Elastic(backend).steps(1)))
 
 
+@pytest.mark.parametrize("total", [-1, 2.5, "2", None])
+def test_a_number_of_steps_is_one(total: Any) -> None:
+    with pytest.raises(ValueError, match=r"Elastic\.steps\(.*\): it takes a number of steps"):
+        in_one(lambda backend: next(a_job(backend)[0].steps(total)))
+
+
+def test_an_optimizer_is_kept_if_it_trains_what_is_kept() -> None:
+    def train(backend: Backend) -> None:
+        job, model, step = a_job(backend)
+        other = torch.optim.SGD(model.parameters(), lr=0.1)
+        unkept = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+        for each in job.steps(2):
+            with each:
+                step()
+                unkept.step()
+                if each.number == 1:
+                    with pytest.raises(
+                        MisuseError, match=r"\(SGD\) that is not kept trains a kept"
+                    ):
+                        other.step()
+        other.step()  # the job is over
+
+    phalanx.simulate(train, 2)
+
+
 def test_all_is_kept_before_the_steps_of_which_there_is_one_loop() -> None:
     def train(backend: Backend) -> None:
         job, _, _ = a_job(backend)

@@ -37,6 +37,7 @@ from phalanx.errors import (
     MisuseError,
     plain,
 )
+from phalanx.optim.sharded import options_of
 from phalanx.wire.memory import copy_bits
 
 _SHOWN = 8  # names in a message
@@ -261,9 +262,17 @@ StateToLoad = Tensor | Json
 
 
 def into_optimizer(
-    optimizer: torch.optim.Optimizer, model: state.ModelState, manifest: Manifest, reader: Reader
+    optimizer: torch.optim.Optimizer,
+    model: state.ModelState,
+    manifest: Manifest,
+    reader: Reader,
+    *,
+    exact: bool = False,
 ) -> Iterator[list[str]]:
-    """Load the options of its groups, and its state."""
+    """Load the options of its groups, and its state.
+
+    exact   remove options that were not saved; else they stay, as those of a later torch
+    """
     saved = manifest.optimizer
     if saved is None:
         raise CheckpointMismatchError("it was saved without an optimizer: load it without one")
@@ -299,7 +308,10 @@ def into_optimizer(
     optimizer.state.clear()
     shapes = {model.parameters[name].tensor: shard.tensor for name, shard in kept.items()}
     for group, given, of_group in zip(optimizer.param_groups, options, states, strict=True):
-        _fill_group(optimizer, group, from_json(given, reader.copy), of_group, shapes, reader)
+        named = from_json(given, reader.copy)
+        for key in options_of(group).keys() - named.keys() if exact else ():
+            del group[key]
+        _fill_group(optimizer, group, named, of_group, shapes, reader)
     optimizer.state.update(from_json(saved.shared, reader.copy))
 
 

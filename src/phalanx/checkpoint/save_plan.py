@@ -40,6 +40,7 @@ from phalanx.checkpoint.safetensors_format import METADATA
 from phalanx.checkpoint.state import ParameterShard, check_tensor, kept_by, named_groups
 from phalanx.checkpoint.tensor_files import FileKind, PlannedFile, TensorShard, lay_out
 from phalanx.errors import CheckpointMismatchError, MisuseError, UnsupportedObjectError
+from phalanx.optim.sharded import options_of
 from phalanx.parallel.wrapper import Slice
 
 
@@ -148,8 +149,7 @@ def optimizer_record(
     """
     groups: list[OptionsRecord] = []
     for number, (names, group) in enumerate(grouped):
-        options = {key: group[key] for key in group if key not in {"params", "param_names"}}
-        options_json = local.json(options, f"optimizer/group{number}")
+        options_json = local.json(options_of(group), f"optimizer/group{number}")
         groups.append(OptionsRecord(names, options_json))
     sharded = _sharded_keys(kept, parameters)
 

@@ -18,7 +18,7 @@ from phalanx.core.replaceable import ReplaceableBackend
 from phalanx.elastic import batches
 from phalanx.elastic.batches import Batches
 from phalanx.elastic.generations import Ended, Generations, Left
-from phalanx.elastic.kept import Kept
+from phalanx.elastic.kept import Kept, watch_optimizers
 from phalanx.elastic.membership import Bounds
 from phalanx.elastic.memory import Memory
 from phalanx.elastic.regrouping import LOSS, Generation, Regrouping, blamed
@@ -216,7 +216,8 @@ class Elastic:
         self._told_to_leave = True
 
     def steps(self, total: int) -> Iterator[ElasticStep]:
-        """Yield the steps up to number `total` - 1, each until it counts.
+        """Yield the steps up to number `total` - 1, each until it counts. None, if a checkpoint has
+        as many behind it already.
 
         Blocks until there is a group: it forms one, or joins one that trains. After the last step
         all ranks go on. A process that comes later ends with exit code 0; one that leaves, with 75.
@@ -225,7 +226,7 @@ class Elastic:
         try:
             self._form((), "")
             while not self._over:
-                if self._version == total:
+                if self._version >= total:
                     self._finish()
                     continue
                 step = ElasticStep(self, self._version, self.generation)
@@ -251,6 +252,7 @@ class Elastic:
         if self._generations is not None:
             self._generations.newcomers.watch(wanted=False)
         self._memory.close()
+        watch_optimizers(self._kept, wanted=False)
         for each in self._batches:
             each.close()
         self._site.close()
@@ -261,6 +263,8 @@ class Elastic:
 
     def _begin(self, total: int) -> None:
         kept = self._kept
+        if not hasattr(total, "__index__") or total < 0:
+            raise ValueError(f"Elastic.steps({total!r}): it takes a number of steps")
         if self._generations is not None or self._over:
             self._refuse("steps() a second time: a job has one loop")
         if not kept.has_modules:
@@ -294,6 +298,7 @@ class Elastic:
             seed=self._seed,
             timeout=self._timeout,
         )
+        watch_optimizers(kept, wanted=True)
         self._memory.begin()
         self._total = total
 

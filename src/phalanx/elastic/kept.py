@@ -10,7 +10,9 @@ In the block of step N a rank comes to a version of the state, or is between two
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from functools import cached_property
 from itertools import zip_longest
 from typing import Any, NoReturn, Protocol, runtime_checkable
@@ -20,6 +22,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from xxhash import xxh3_64_intdigest
 
 from phalanx.checkpoint.manifest import Json, to_json
@@ -33,13 +36,14 @@ from phalanx.elastic.moves import Holding, holding
 from phalanx.elastic.versions import KeptPart, part_of
 from phalanx.errors import DesyncError, MisuseError, UnsupportedOperationError
 from phalanx.fsdp import FSDP
-from phalanx.optim import ShardedOptimizer
+from phalanx.optim.sharded import ShardedOptimizer, options_of
 from phalanx.parallel.local_sgd.periodic import PeriodicSync
 from phalanx.parallel.wrapper import Wrapper
 from phalanx.torch_internals import forget_unscaled
 from phalanx.wire.memory import copy_bits
 
 _SMALL = 1 << 16  # bytes
+_FIXED = Tensor, int, float, str  # what is the same object has the same value, or is a tensor
 
 
 @runtime_checkable
@@ -98,6 +102,30 @@ class Buffer:
         return tensor
 
 
+class ExtraState:
+    """A module's `get_extra_state`, which a checkpoint has, as a `Buffer`.
+
+    Whether it has changed cannot be seen, so it counts as changed.
+    """
+
+    counts = True
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def note(self) -> None:
+        """Note it as it is, in a copy."""
+        self._noted = deepcopy(self._module.get_extra_state())
+
+    def put_back(self) -> None:
+        """Let it be as it was noted."""
+        self._module.set_extra_state(deepcopy(self._noted))
+
+    def has_moved(self) -> bool:
+        """Return whether it may have changed."""
+        return True
+
+
 class Flags:
     """What a block may have left otherwise than it found it: `training` of the modules, and
     `requires_grad` of the parameters. No checkpoint has them.
@@ -135,12 +163,13 @@ class Kept:
         self._optimizers: dict[str, Optimizer] = {}
         self._others: dict[str, Stateful] = {}
         self._parameters: list[tuple[Tensor, int]] = []  # with version counters
-        self._buffers: list[Buffer] = []
+        self._buffers: list[Buffer | ExtraState] = []
         self._flags = Flags(nn.Module())
-        self._has_own = False  # wrappers have a state of each rank, of new tensors each time
+        self._varies = False  # wrappers or modules have a state of new tensors and values each time
         self._is_spread = False  # no rank has all, whatever buffers do
         self._noted: tuple[Json, dict[str, Json]] | None = None
         self._sizes: list[list[int]] = []  # of the optimizers' groups
+        self._trained: set[int] = set()  # the parameters
         self._begun_at: int | None = None  # the version of the block's start
         self._stepped_at = -1  # collectives that were over then; -1: no optimizer has stepped
         self._part: tuple[list[object], KeptPart] | None = None
@@ -156,7 +185,6 @@ class Kept:
                 self._check_module(name, each)
                 self._modules[name] = each
             elif isinstance(each, Optimizer):
-                each.register_step_pre_hook(self._steps)
                 self._optimizers[name] = each
             elif isinstance(each, Stateful):
                 self._others[name] = each
@@ -224,18 +252,22 @@ class Kept:
         model, self.version, self._begun_at = self.model, version, None
         self._sizes = self._sizes_of_groups()
         self._parameters = [(each, each._version) for each in model.parameters()]
+        self._trained = {id(each) for each, _ in self._parameters}
         self._buffers = [
             Buffer(module, name)
             for module in model.modules()
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+        extra = [ExtraState(module) for module in model_state(model).stateful.values()]
+        self._buffers += extra
         self._flags = Flags(model)
         self._part, self._noted = None, self._values()
-        self._has_own = any(each.compression or each.optimizers_apart for each in self.wrappers)
+        own = any(each.compression or each.optimizers_apart for each in self.wrappers)
+        self._varies = own or bool(extra)
         cut = any(each.all_slices()[1] is not None for each in self.wrappers)
         sharded = any(isinstance(each, ShardedOptimizer) for each in self.optimizers)
-        self._is_spread = self._has_own or cut or sharded
+        self._is_spread = own or cut or sharded
 
     def begin_block(self) -> None:
         """Note the state before a step. `MisuseError` if it changed since the last one's end."""
@@ -289,12 +321,22 @@ class Kept:
         for buffer in self._buffers:
             buffer.put_back()
 
-    def _steps(self, *_: object) -> None:
-        """Note that an optimizer steps."""
-        if self._stepped_at < 0:
-            self._stepped_at = self._backend.finished
-        if self.version == self._begun_at:
-            self.version = None
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer steps; `MisuseError` if it is not kept, and trains what is."""
+        if optimizer in self.optimizers:
+            if self._stepped_at < 0:
+                self._stepped_at = self._backend.finished
+            if self.version == self._begun_at:
+                self.version = None
+            return
+        inner = [each.inner for each in self.optimizers if isinstance(each, ShardedOptimizer)]
+        given = (each for group in optimizer.param_groups for each in group["params"])
+        if optimizer not in inner and any(id(each) in self._trained for each in given):
+            self._refuse(
+                f"an optimizer ({type(optimizer).__name__}) that is not kept trains a kept module: "
+                "its state would be lost with a rank, and differ on a newcomer. Keep it, too: "
+                "job.keep(..., optimizer=optimizer)"
+            )
 
     # The state --------------------------------------------------------------------------------
 
@@ -311,15 +353,18 @@ class Kept:
 
     def part(self) -> KeptPart:
         """Return what this rank writes of the state into a version."""
-        tensors: list[object] = [*self.model.buffers()]
+        values: list[object] = [*self.model.buffers()]
         for optimizer in self.optimizers:
-            tensors += [value for of in optimizer.state.values() for value in of.values()]
+            for of in optimizer.state.values():
+                values += of.values() if isinstance(of, dict) else [of]
         known = self._part
-        same = known is not None and len(known[0]) == len(tensors) and not self._has_own
-        if known is None or not same or any(a is not b for a, b in zip(known[0], tensors)):  # noqa: B905
+        same = known is not None and len(known[0]) == len(values) and not self._varies
+        if known is None or not same or any(a is not b for a, b in zip(known[0], values)):  # noqa: B905
             made, cut = self.holding(), self._cut()
             self.uncuttable = self._find_uncuttable(made, cut)
-            known = tensors, part_of(made, self._backend.world_size, self._replicated(made, cut))
+            if not all(isinstance(each, _FIXED) for each in values):
+                values = []  # such as a list, which may be the same one and have changed
+            known = values, part_of(made, self._backend.world_size, self._replicated(made, cut))
             self._part = known
         self._put_noted(known[1].parts)
         return known[1]
@@ -374,12 +419,7 @@ class Kept:
             )
 
         options = {
-            name: [
-                to_json(
-                    {k: group[k] for k in group if k not in ("params", "param_names")}, name, keep
-                )
-                for group in optimizer.param_groups
-            ]
+            name: [to_json(options_of(group), name, keep) for group in optimizer.param_groups]
             for name, optimizer in self._optimizers.items()
         }
         return to_json(self.values(), "keep", keep), options
@@ -473,6 +513,24 @@ class Kept:
 
     def _refuse(self, problem: str) -> NoReturn:
         raise MisuseError(f"rank {self._backend.rank}: {problem}", rank=self._backend.rank)
+
+
+# torch calls global hooks at the steps of all optimizers. Jobs come and go while one is called, in
+# which ranks may wait for each other, so there is one hook for all jobs, which stays.
+
+
+def watch_optimizers(kept: Kept, *, wanted: bool) -> None:
+    """Tell a rank's kept objects of each optimizer's step from now on, or no more."""
+    (_WATCHING.add if wanted else _WATCHING.discard)(kept)
+
+
+def _before_step(optimizer: Optimizer, *_: object) -> None:
+    for kept in list(_WATCHING):
+        kept.before_step(optimizer)
+
+
+_WATCHING: weakref.WeakSet[Kept] = weakref.WeakSet()
+register_optimizer_step_pre_hook(_before_step)
 
 
 def _lines(value: Json, path: str = "") -> Iterator[str]:

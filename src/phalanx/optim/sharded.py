@@ -10,7 +10,7 @@ stage 1, of whole parameters.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import Any, NoReturn
@@ -128,9 +128,9 @@ class ShardedOptimizer(Optimizer):
         tried = self._try(groups)
         lines = [type(tried).__name__]
         for group, known in zip(groups, tried.param_groups, strict=True):
-            group.update(_options(known))
+            group.update(options_of(known))
             plain = (bool, int, float, str, tuple, type(None))
-            lines += [f"{k} = {v}" for k, v in _options(known).items() if isinstance(v, plain)]
+            lines += [f"{k} = {v}" for k, v in options_of(known).items() if isinstance(v, plain)]
             lines += [names[p] for p in group["params"]]
         remedy = "Give every rank the same optimizer, groups and options"
         check_agreement(lines, self._model.backend, op="ShardedOptimizer", remedy=remedy)
@@ -188,7 +188,7 @@ class ShardedOptimizer(Optimizer):
             empty = [p.detach().new_empty(()).expand(self._shape(p)) for p in given]
             flags = [p.requires_grad for p in given]
             given = [*map(nn.Parameter, empty, flags)]
-        return {**_options(group), "params": given}
+        return {**options_of(group), "params": given}
 
     def _shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         slices = self._slices
@@ -291,11 +291,14 @@ class ShardedOptimizer(Optimizer):
         refuse("ShardedOptimizer", self._backend.rank, problem, kind)
 
 
-def _options(group: Options) -> Options:
+def options_of(group: Mapping[str, Any]) -> Options:
+    """Return the options of a group of parameters, without these."""
     return {key: value for key, value in group.items() if key not in {"params", "param_names"}}
 
 
 def _copy_options(groups: Sequence[Options], into: Sequence[Options]) -> None:
     """Copy options, which schedules write in one optimizer, and steps perhaps in the other."""
     for group, other in zip(groups, into, strict=True):
-        other.update(_options(group))
+        for key in other.keys() - group.keys():
+            del other[key]
+        other.update(options_of(group))
