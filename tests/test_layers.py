@@ -52,12 +52,12 @@ WITH_DDP = {
 BUDGETS = {  # of each package: lines, files
     ".": (943, 7),  # the package's own files
     "aggregation": (1_817, 7),
-    "checkpoint": (3_631, 14),
+    "checkpoint": (3_654, 14),
     "cli": (1_053, 6),
     "collectives": (5_202, 24),
     "compression": (1_761, 7),
     "core": (5_643, 21),
-    "elastic": (3_788, 14),
+    "elastic": (3_776, 14),
     "fsdp": (2_873, 10),
     "launch": (4_743, 22),
     "native": (2_307, 8),

@@ -315,8 +315,7 @@ class Oracle:
             weight = (stop - begin) * size / len(joined)
             inputs = inputs_of(joined[begin:stop] or joined[:1])
             self._training.step(Share(inputs, weight, step))
-        if end > first or not first:
-            self.save(end)
+        self.save(end)
         return self._training.tensors()
 
 

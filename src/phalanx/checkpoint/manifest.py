@@ -11,8 +11,8 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import pairwise
-from math import prod
+from itertools import pairwise, zip_longest
+from math import isclose, prod
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -347,6 +347,28 @@ def to_json(value: Any, path: str, keep: Callable[[Tensor, str], str], depth: in
                 + hint
             )
     return encoded
+
+
+def first_difference(here: Json, there: Json) -> tuple[str, str] | None:
+    """Return the first number or text that differs, with its path, as each has it; or None.
+
+    Two floats may differ in their last digits: processors do not compute a cosine alike.
+    """
+    pairs = zip_longest(_leaves(here, ""), _leaves(there, ""), fillvalue=("nothing", ""))
+    for (place, one), (other, two) in pairs:
+        close = isinstance(one, float) and isinstance(two, float) and isclose(one, two)
+        if place != other or (one != two and not close):
+            return f"{place} {one!r}", f"{other} {two!r}"
+    return None
+
+
+def _leaves(value: Json, path: str) -> Iterator[tuple[str, object]]:
+    if isinstance(value, (dict, list)):
+        pairs = sorted(value.items()) if isinstance(value, dict) else enumerate(value)
+        for step, part in pairs:
+            yield from _leaves(part, f"{path}.{step}".lstrip("."))
+    else:
+        yield path, value
 
 
 def from_json(encoded: Json, tensor: Callable[[str], Tensor], depth: int = DEPTH) -> Any:

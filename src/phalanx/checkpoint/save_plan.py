@@ -34,6 +34,7 @@ from phalanx.checkpoint.manifest import (
     StateRecord,
     StoredShard,
     TensorRecord,
+    first_difference,
     to_json,
 )
 from phalanx.checkpoint.safetensors_format import METADATA
@@ -295,9 +296,9 @@ def merge_optimizers(described: Sequence[RankDescription]) -> OptimizerRecord | 
     first = optimizers[0]
     for rank, other in enumerate(optimizers):
         differences = [
-            f"group {at} has {ours.options} and {theirs.options}"
+            f"group {at} has {found[0]} and {found[1]}"
             for at, (ours, theirs) in enumerate(zip(first.groups, other.groups, strict=False))
-            if ours.options != theirs.options
+            if (found := first_difference(ours.options, theirs.options))
         ]
         if first.kind != other.kind or len(first.groups) != len(other.groups):
             groups = f"{first.kind} with {len(first.groups)} groups"

@@ -401,7 +401,7 @@ class Elastic:
         all_reduce_(self._ballot, self.backend, label=label)
         told, digests = self._numbers.tolist()
         if (digests - digest * self.backend.world_size) % (1 << 64):
-            self._kept.raise_difference()
+            self._kept.check_alike()
         return Votes(*(told >> _BITS * place & (1 << _BITS) - 1 for place in range(len(mine))))
 
     def _is_told(self) -> bool:

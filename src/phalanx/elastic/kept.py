@@ -11,10 +11,9 @@ In the block of step N a rank comes to a version of the state, or is between two
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import cached_property
-from itertools import zip_longest
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import msgspec
@@ -25,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from xxhash import xxh3_64_intdigest
 
-from phalanx.checkpoint.manifest import Json, to_json
+from phalanx.checkpoint.manifest import Json, first_difference, to_json
 from phalanx.checkpoint.save_plan import RankDescription, installed_version
 from phalanx.checkpoint.state import model_state, wrappers_of
 from phalanx.collectives import all_gather_object
@@ -430,27 +429,26 @@ class Kept:
         """
         return xxh3_64_intdigest(msgspec.json.encode(self._noted, order="deterministic")) >> 1
 
-    def raise_difference(self) -> NoReturn:
-        """Raise `DesyncError` on all ranks: their digests differ. Every rank calls it."""
+    def check_alike(self) -> None:
+        """Raise `DesyncError` on all ranks if what they keep differs, and not only in the last
+        digits; every rank calls it.
+        """
         assert self._noted is not None
         values, options = self._noted
         label = "what differs between ranks"
         told = all_gather_object({**values, **options}, self._backend, label=label)
-        first, *others = ([*_lines(noted)] for noted in told)
-        rank, here, there = next(
-            (rank, here, there)
-            for rank, lines in enumerate(others, 1)
-            for here, there in zip_longest(first, lines, fillvalue="nothing")
-            if here != there
-        )
-        raise DesyncError(
-            f"rank {self._backend.rank}: what is kept differs between ranks after the block of "
-            f"step {self._begun_at}: rank 0 has {here}, and rank {rank} {there}. Optimizers have "
-            "the same options on every rank, and kept objects the same state. Is a learning rate "
-            "schedule not kept, or are these computed from what one rank alone has?",
-            rank=self._backend.rank,
-            peer=rank,
-        )
+        for rank, theirs in enumerate(told):
+            if found := first_difference(told[0], theirs):
+                here, there = found
+                raise DesyncError(
+                    f"rank {self._backend.rank}: what is kept differs between ranks after the "
+                    f"block of step {self._begun_at}: rank 0 has {here}, and rank {rank} {there}. "
+                    "Optimizers have the same options on every rank, and kept objects the same "
+                    "state. Is a learning rate schedule not kept, or are these computed from what "
+                    "one rank alone has?",
+                    rank=self._backend.rank,
+                    peer=rank,
+                )
 
     def _replicated(self, made: Holding, cut: set[str]) -> set[str]:
         """Return the names of tensors that all ranks hold whole, with the same values."""
@@ -531,13 +529,3 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
 
 _WATCHING: weakref.WeakSet[Kept] = weakref.WeakSet()
 register_optimizer_step_pre_hook(_before_step)
-
-
-def _lines(value: Json, path: str = "") -> Iterator[str]:
-    """Yield JSON in lines: the path of each number or text, and it."""
-    if isinstance(value, (dict, list, tuple)):
-        pairs = sorted(value.items()) if isinstance(value, dict) else enumerate(value)
-        for step, part in pairs:
-            yield from _lines(part, f"{path}.{step}".lstrip("."))
-    else:
-        yield f"{path}={value!r}"
