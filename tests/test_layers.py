@@ -51,7 +51,7 @@ WITH_DDP = {
 
 BUDGETS = {  # of each package: lines, files
     ".": (943, 7),  # the package's own files
-    "aggregation": (1_817, 7),
+    "aggregation": (1_819, 7),
     "checkpoint": (3_654, 14),
     "cli": (1_053, 6),
     "collectives": (5_202, 24),
@@ -67,11 +67,11 @@ BUDGETS = {  # of each package: lines, files
     "ops.interop": (905, 4),
     "ops.observe": (3_753, 18),
     "optim": (431, 3),
-    "parallel": (5_144, 23),
+    "parallel": (5_149, 23),
     "pipeline": (2_102, 8),
     "tensor": (1_682, 9),
     "torch_backend": (1_858, 9),
-    "training": (1_594, 8),
+    "training": (1_607, 8),
     "transport": (1_048, 6),  # without its packages
     "transport.shm": (1_603, 9),
     "transport.tcp": (3_716, 13),

@@ -376,8 +376,30 @@ def test_ranks_have_the_same_number_of_batches_so_there_is_no_join(
             with step, model.join():  # type: ignore[operator]
                 pass
 
-    with pytest.raises(MisuseError, match=r"join\(\) in an elastic job: .*step\.weight"):
+    with pytest.raises(
+        MisuseError, match=r"join\(\): on the backend of an elastic job: .*step\.weight"
+    ):
         phalanx.simulate(train, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (phalanx.Scalars, r"Scalars: .* if step\.done and job\.backend\.rank == 0"),
+        (lambda b: phalanx.BatchSampler(8, b, batch_size=4), r"BatchSampler: .* job\.sampler"),
+        (phalanx.Notice, r"Notice: .* job\.leave\(\)"),
+        (lambda b: phalanx.ParameterServer.connect([torch.ones(1)], b), "connect: .* began with"),
+    ],
+)
+def test_what_does_not_follow_ranks_that_come_and_go_says_what_does(
+    make: Callable[[Backend], object], words: str
+) -> None:
+    def run(backend: Backend) -> None:
+        with pytest.raises(MisuseError, match="on the backend of an elastic job: ") as raised:
+            make(Elastic(backend).backend)
+        assert re.search(words, str(raised.value))
+
+    in_one(run)
 
 
 # ------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from phalanx.collectives import all_gather
 from phalanx.collectives.check_same import difference, minority
 from phalanx.compression.compressor import is_finite
 from phalanx.core.backend import Backend
+from phalanx.core.replaceable import ReplaceableBackend
 from phalanx.errors import (
     CollectiveTimeoutError,
     DeadlockError,
@@ -45,6 +46,12 @@ def refuse(
 ) -> NoReturn:
     """Raise an error of a wrapper, or of another `who`, on this rank."""
     raise kind(f"rank {rank}: {who}: {problem}", rank=rank, peer=peer, op=who)
+
+
+def check_ranks_stay(who: str, backend: Backend, instead: str) -> None:
+    """Raise `MisuseError` on the backend of an elastic job, whose ranks come and go."""
+    if isinstance(backend, ReplaceableBackend):
+        refuse(who, backend.rank, f"on the backend of an elastic job: {instead}")
 
 
 # ------------------------------------------------------------------------------

@@ -21,21 +21,19 @@ from torch import Tensor, nn
 
 from phalanx.collectives import PendingCollective, async_all_gather
 from phalanx.core.backend import Backend
-from phalanx.core.replaceable import ReplaceableBackend
 from phalanx.errors import DesyncError
-from phalanx.parallel.guards import check_agreement, refuse
+from phalanx.parallel.guards import check_agreement, check_ranks_stay, refuse
 from phalanx.parallel.sync_batch_norm import SyncBatchNorm
 from phalanx.parallel.wrapper import Wrapper
 
 
 def check_may_join(who: str, backend: Backend) -> None:
-    """Raise `MisuseError` on the backend of an elastic job: its steps are the same on all ranks."""
-    if isinstance(backend, ReplaceableBackend):
-        problem = (
-            "join() in an elastic job: a step counts on all ranks or on none, so they have as many "
-            "batches. job.sampler deals them; for parts of other sizes see step.weight and step()"
-        )
-        refuse(who, backend.rank, problem)
+    """Raise `MisuseError` in an elastic job: its steps are the same on all ranks."""
+    instead = (
+        "a step counts on all ranks or on none, so they have as many batches. job.sampler deals "
+        "them; for parts of other sizes see step.weight and step()"
+    )
+    check_ranks_stay(f"{who}.join()", backend, instead)
 
 
 def check_joinable(module: nn.Module, who: str, backend: Backend, already: object | None) -> None:

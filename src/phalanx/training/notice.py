@@ -36,6 +36,7 @@ from torch import Tensor
 from phalanx.collectives import PendingCollective, ReduceOp, async_all_reduce_
 from phalanx.core.backend import Backend, SubBackend
 from phalanx.errors import MisuseError
+from phalanx.parallel.guards import check_ranks_stay
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -74,6 +75,7 @@ class Notice:
     ) -> None:
         if not isinstance(backend, Backend):
             raise TypeError(f"Notice takes a backend, such as phalanx.init(), not {backend!r}")
+        check_ranks_stay("Notice", backend, "a rank leaves it after SIGTERM, or by job.leave()")
         self._backend = backend
         if not every >= 0:
             raise ValueError(f"every={every!r}: it is the seconds between exchanges, 0 or more")

@@ -22,7 +22,7 @@ from torch.utils.data import Sampler
 
 from phalanx.collectives import chunk_ranges
 from phalanx.core.backend import Backend
-from phalanx.parallel.guards import check_agreement, refuse
+from phalanx.parallel.guards import check_agreement, check_ranks_stay, refuse
 from phalanx.training.order import Cursor, EpochOrder, Numbers, Samples, numbered
 
 Batch = TypeVar("Batch")
@@ -86,6 +86,11 @@ class BatchSampler(Sampler[list[int]]):
                 f"{WHO} takes samples, then a backend, not {type(samples).__name__} and "
                 f"{type(backend).__name__}"
             )
+        instead = (
+            "a step that does not count takes its batch again, on other ranks. Take job.sampler or "
+            "job.loader"
+        )
+        check_ranks_stay(WHO, backend, instead)
         self.backend = backend
         self._allow_empty = allow_empty
         self._ordered = partial(

@@ -30,6 +30,7 @@ from phalanx.collectives.check_same import difference
 from phalanx.core.backend import Backend
 from phalanx.errors import DesyncError, MisuseError
 from phalanx.hooks import LOGGERS, load
+from phalanx.parallel.guards import check_ranks_stay
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -94,6 +95,11 @@ class Scalars:
     ) -> None:
         if not isinstance(backend, Backend):
             raise TypeError(f"Scalars takes a backend, such as phalanx.init(), not {backend!r}")
+        instead = (
+            "the ranks that log together come and go. Let one write, behind the block: "
+            "if step.done and job.backend.rank == 0"
+        )
+        check_ranks_stay("Scalars", backend, instead)
         if isinstance(to, str):
             raise TypeError(f"to={to!r}: it takes a list, such as [{to!r}]")
         loggers: Any = load(LOGGERS, f"Scalars(to={list(to)!r})") if to else None

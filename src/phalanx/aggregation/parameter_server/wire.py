@@ -33,6 +33,7 @@ from xxhash import xxh3_64_intdigest
 from phalanx.compression.compressor import is_finite, listed_tensors
 from phalanx.core.backend import Backend
 from phalanx.errors import InvalidWorldSizeError, UnsupportedOperationError
+from phalanx.parallel.guards import check_ranks_stay
 from phalanx.wire.memory import tensor_bytes
 
 HEADERS, TENSORS, TEXT = 0, 1, 2  # tags: headers alone, with tensors, a list of parameters
@@ -198,6 +199,7 @@ def checked_servers(servers: Sequence[int], backend: Backend, who: str) -> tuple
     """Return the servers, in their order. InvalidRankError for one that is no rank; ValueError for
     duplicates; `InvalidWorldSizeError` for none.
     """
+    check_ranks_stay(who, backend, "servers and workers are those that it began with")
     listed = tuple(backend.check_rank(server, "server") for server in servers)
     if not listed:
         raise InvalidWorldSizeError(f"{who} needs at least one server", rank=backend.rank)
