@@ -624,6 +624,18 @@ def test_a_process_with_another_token_is_no_part_of_the_job(
     assert store.values == before
 
 
+def test_a_request_for_metrics_is_answered_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PHALANX_JOB", "job")
+    monkeypatch.setenv("PHALANX_TOKEN", TOKEN)
+    monkeypatch.setenv("PHALANX_METRICS", "9400")
+    Elastic("tcp", store=MemoryStore()).close()
+    assert caplog.messages == [
+        "PHALANX_METRICS: an elastic job serves no metrics. The training goes on"
+    ]
+
+
 # ------------------------------------------------------------------------------
 # Too few
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -17,6 +18,7 @@ from phalanx.transport.simulated import SimulatedBackend
 from phalanx.transport.tcp.admission import find_token
 from phalanx.wire.control import Endpoint, parse_address
 
+log = logging.getLogger("phalanx")
 ANY = 1 << 30
 
 
@@ -36,6 +38,8 @@ def find_site(backend: str | Backend, store: object) -> tuple[Site, int, int]:
     job = _find_job(store)
     if job is None:
         return ProcessSite(backend, None, Endpoint("127.0.0.1", 0), "", ""), 1, ANY
+    if os.environ.get("PHALANX_METRICS", "").strip():
+        log.warning("PHALANX_METRICS: an elastic job serves no metrics. The training goes on")
     where, token = job.store if store is None else store, find_token()
     opened = partial(open_store, where, token, job=job.job, launch=job.launch)
     site = ProcessSite(backend, opened, _route(where), job.job, token)
