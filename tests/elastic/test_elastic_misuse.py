@@ -254,6 +254,22 @@ def test_an_optimizer_is_kept_if_it_trains_what_is_kept() -> None:
     phalanx.simulate(train, 2)
 
 
+@pytest.mark.parametrize("wrap", [DDP, FSDP, lambda m, b: phalanx.LocalSGD(m, b, every=1)])
+def test_a_wrapper_is_kept_and_not_only_the_module_in_it(
+    wrap: Callable[[nn.Module, Backend], nn.Module],
+) -> None:
+    def begin(backend: Backend, *, both: bool) -> None:
+        job, module = Elastic(backend), nn.Linear(2, 3)
+        copy = torch.optim.swa_utils.AveragedModel(module)
+        wrapped = wrap(module, job.backend)
+        job.keep(module=module, copy=copy, **({"wrapped": wrapped} if both else {}))
+        next(job.steps(1))
+
+    in_one(lambda backend: begin(backend, both=True))
+    with pytest.raises(MisuseError, match=r"weight belongs to a wrapper, .* which is not kept"):
+        in_one(lambda backend: begin(backend, both=False))
+
+
 def test_all_is_kept_before_the_steps_of_which_there_is_one_loop() -> None:
     def train(backend: Backend) -> None:
         job, _, _ = a_job(backend)

@@ -269,6 +269,7 @@ class Elastic:
             self._refuse("steps() a second time: a job has one loop")
         if not kept.has_modules:
             self._refuse("steps() without a model: job.keep(model=..., optimizer=...) first")
+        kept.check_wrapped()
         if self._checkpoints.folder is not None and len(kept.optimizers) > 1:
             self._refuse("checkpoints= takes one optimizer, and several are kept")
         bounds = Bounds(self._min, self._max, kept.multiple)

@@ -37,7 +37,7 @@ from phalanx.errors import DesyncError, MisuseError, UnsupportedOperationError
 from phalanx.fsdp import FSDP
 from phalanx.optim.sharded import ShardedOptimizer, options_of
 from phalanx.parallel.local_sgd.periodic import PeriodicSync
-from phalanx.parallel.wrapper import Wrapper
+from phalanx.parallel.wrapper import Wrapper, is_wrapped
 from phalanx.torch_internals import forget_unscaled
 from phalanx.wire.memory import copy_bits
 
@@ -224,6 +224,16 @@ class Kept:
             if isinstance(wrapper, FSDP)
         ]
         return max(sizes, default=1)
+
+    def check_wrapped(self) -> None:
+        """Raise `MisuseError` if the wrapper of a kept parameter is not kept."""
+        inside = {id(each) for wrapper in self.wrappers for each in wrapper.parameters()}
+        for name, parameter in self.model.named_parameters():
+            if id(parameter) not in inside and is_wrapped(parameter):
+                self._refuse(
+                    f"{name} belongs to a wrapper, such as DDP, which is not kept: keep that, and "
+                    "not the module in it"
+                )
 
     def lines(self) -> list[str]:
         """Return what has to be the same on all ranks, before the first generation."""

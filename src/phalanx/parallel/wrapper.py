@@ -414,6 +414,13 @@ class WrapperHook(partial[None]):
     """
 
 
+def is_wrapped(parameter: nn.Parameter) -> bool:
+    """Return whether a wrapper averages its gradients, or is told of steps that write it."""
+    hooks = post_accumulate_hooks(parameter)
+    averaged = any(isinstance(hook, WrapperHook) and hook.args[0]() for hook in hooks)
+    return averaged or owner_of(parameter) is not None
+
+
 def remove_hooks(handles: list[Any]) -> None:
     """Remove the hooks of these handles, and the handles from the list."""
     while handles:
