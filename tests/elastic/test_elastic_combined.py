@@ -628,12 +628,15 @@ def test_a_newcomer_to_a_rank_that_is_alone_takes_over_its_state_or_says_that_it
     assert taken_over
 
 
-def test_who_comes_after_the_end_ends_with_exit_code_0() -> None:
+def test_who_comes_after_the_end_ends_with_exit_code_0_and_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     codes = set()
     for turn in range(0, 400, 40):
         run, _ = train(WAYS["ddp"], 2, arrivals=[turn])
         codes |= set(run.left.values())
     assert codes == {0}
+    assert any("came after the job's last step, and ends" in text for text in caplog.messages)
 
 
 def test_a_rank_that_waits_takes_the_place_of_one_that_is_lost() -> None:

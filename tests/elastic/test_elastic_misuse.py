@@ -284,6 +284,16 @@ def test_all_is_kept_before_the_steps_of_which_there_is_one_loop() -> None:
     in_one(train)
 
 
+def test_a_second_training_is_another_job() -> None:
+    def train(backend: Backend) -> None:
+        job, _, step = a_job(backend)
+        steps(job, step)
+        with pytest.raises(MisuseError, match="a second training is another job"):
+            Elastic(backend)
+
+    phalanx.simulate(train, 2)
+
+
 # ------------------------------------------------------------------------------
 # In a step
 

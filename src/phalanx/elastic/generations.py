@@ -6,6 +6,7 @@ a newcomer    enters, renews its entry each second    -> a generation that has i
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
@@ -34,6 +35,7 @@ from phalanx.elastic.stores import JobStore
 from phalanx.errors import BackendUnavailableError, DesyncError, MembershipError
 from phalanx.launch.report import AGAIN
 
+log = logging.getLogger("phalanx")
 _QUIET = 3.0  # seconds without a newcomer after which the first generation forms
 _SILENT = 3.0  # seconds without a sign of life after which a newcomer counts as gone
 _LATE = 2.0  # seconds: members notice that a generation has not formed, one after the other
@@ -332,6 +334,11 @@ class Generations:
     def _look_as_newcomer(self, decision: Decision | None) -> tuple[Newcomer, ...]:
         """Return this newcomer's entry, if it is written, and before the first generation all."""
         if self._store.note("end") == (str(self.number),) and decision is None:
+            log.warning(
+                "process %s came after the job's last step, and ends with exit code 0. A second "
+                "training is another job: see PHALANX_JOB",
+                self._site.process,
+            )
             raise Ended
         if self._slot is None:
             return ()

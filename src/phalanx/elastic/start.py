@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+import weakref
 from functools import partial
 
 from phalanx.core.backend import Backend
@@ -15,11 +16,13 @@ from phalanx.errors import MisuseError, UnsupportedOperationError
 from phalanx.launch.environment import ETCD, ElasticJob, read_elastic_environment, read_environment
 from phalanx.training.notice import NoticeSignals
 from phalanx.transport.simulated import SimulatedBackend
+from phalanx.transport.simulated_process import SimulatedProcess
 from phalanx.transport.tcp.admission import find_token
 from phalanx.wire.control import Endpoint, parse_address
 
 log = logging.getLogger("phalanx")
 ANY = 1 << 30
+_IN_JOBS: weakref.WeakSet[SimulatedProcess] = weakref.WeakSet()
 
 
 def find_site(backend: str | Backend, store: object) -> tuple[Site, int, int]:
@@ -34,6 +37,12 @@ def find_site(backend: str | Backend, store: object) -> tuple[Site, int, int]:
                 "Elastic takes the name of a backend, or the backend of a process of "
                 f"phalanx.simulate, not {backend!r}: its group is made anew with each generation"
             )
+        if process in _IN_JOBS:
+            raise MisuseError(
+                f"process {process.number} of this simulation has an Elastic: a second training is "
+                "another job, in another simulation"
+            )
+        _IN_JOBS.add(process)
         return SimulatedSite(process), 1, backend.world_size
     job = _find_job(store)
     if job is None:
