@@ -118,8 +118,8 @@ def move(
             here = state.model_state(model)
             changes.append(into_model(here, readers[0].manifest, readers[0]))
             for optimizer, reader in zip(optimizers, readers, strict=False):
-                options = optimizer, here, reader.manifest, reader
-                changes.append(into_optimizer(*options, exact=True))
+                manifest = reader.manifest
+                changes.append(into_optimizer(optimizer, here, manifest, reader, exact=True))
             if unused := [name for change in changes for name in next(change)]:
                 raise CheckpointMismatchError(
                     f"rank {backend.rank} has no place for {shown(unused)}, which others have: "

@@ -299,6 +299,6 @@ def options_of(group: Mapping[str, Any]) -> Options:
 def _copy_options(groups: Sequence[Options], into: Sequence[Options]) -> None:
     """Copy options, which schedules write in one optimizer, and steps perhaps in the other."""
     for group, other in zip(groups, into, strict=True):
-        for key in other.keys() - group.keys():
+        for key in options_of(other).keys() - group.keys():
             del other[key]
         other.update(options_of(group))
