@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from functools import cached_property
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
@@ -32,6 +31,7 @@ from phalanx.core.backend import Backend
 from phalanx.core.replaceable import ReplaceableBackend
 from phalanx.elastic.batches import Batches
 from phalanx.elastic.moves import Holding, holding
+from phalanx.elastic.undo import Buffer, ExtraState, Flags
 from phalanx.elastic.versions import KeptPart, part_of
 from phalanx.errors import DesyncError, MisuseError, UnsupportedOperationError
 from phalanx.fsdp import FSDP
@@ -39,9 +39,7 @@ from phalanx.optim.sharded import ShardedOptimizer, options_of
 from phalanx.parallel.local_sgd.periodic import PeriodicSync
 from phalanx.parallel.wrapper import Wrapper, is_wrapped
 from phalanx.torch_internals import forget_unscaled
-from phalanx.wire.memory import copy_bits
 
-_SMALL = 1 << 16  # bytes
 _FIXED = Tensor, int, float, str  # what is the same object has the same value, or is a tensor
 
 
@@ -54,97 +52,6 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: Any) -> object:
         """Go on from a state."""
-
-
-class Buffer:
-    """A module's buffer: as the generation began, and as the block did.
-
-    counts   whether it is part of the state, and not only put back
-
-    A kernel may write a buffer without counting that in its version: those of batch norm do. So
-    small ones, and all of such layers, are copied and compared in each step.
-    """
-
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self.counts = name not in module._non_persistent_buffers_set
-        self._of, self._name = module._buffers, name
-        tensor = self._now()
-        self._uncounted = tensor.nbytes <= _SMALL or hasattr(module, "track_running_stats")
-        self._first = tensor, tensor._version, tensor.detach().clone() if self._uncounted else None
-        self._noted: tuple[Tensor, int, Tensor] | None = None
-
-    def note(self) -> None:
-        """Note it as it is, and copy it if it may have changed since the last time."""
-        now, noted = self._now(), self._noted
-        if noted is None or self._uncounted or now is not noted[0] or now._version != noted[1]:
-            self._noted = now, now._version, now.detach().clone()
-
-    def put_back(self) -> None:
-        """Let it be as it was noted."""
-        if self._noted is not None:
-            tensor, _, copy = self._noted
-            self._of[self._name] = tensor
-            with torch.no_grad():
-                copy_bits(tensor, copy)
-
-    def has_moved(self) -> bool:
-        """Return whether it has changed since the generation began."""
-        tensor, version, copy = self._first
-        now = self._now()
-        if now is not tensor or now._version != version:
-            return True
-        return copy is not None and not torch.equal(now, copy)
-
-    def _now(self) -> Tensor:
-        tensor = self._of[self._name]  # another tensor may have taken its place
-        assert tensor is not None
-        return tensor
-
-
-class ExtraState:
-    """A module's `get_extra_state`, which a checkpoint has, as a `Buffer`.
-
-    Whether it has changed cannot be seen, so it counts as changed.
-    """
-
-    counts = True
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def note(self) -> None:
-        """Note it as it is, in a copy."""
-        self._noted = deepcopy(self._module.get_extra_state())
-
-    def put_back(self) -> None:
-        """Let it be as it was noted."""
-        self._module.set_extra_state(deepcopy(self._noted))
-
-    def has_moved(self) -> bool:
-        """Return whether it may have changed."""
-        return True
-
-
-class Flags:
-    """What a block may have left otherwise than it found it: `training` of the modules, and
-    `requires_grad` of the parameters. No checkpoint has them.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules, self._parameters = list(model.modules()), list(model.parameters())
-        self.note()
-
-    def note(self) -> None:
-        """Note them as they are."""
-        self._training = [each.training for each in self._modules]
-        self._required = [each.requires_grad for each in self._parameters]
-
-    def put_back(self) -> None:
-        """Let them be as they were noted."""
-        for module, training in zip(self._modules, self._training, strict=True):
-            module.training = training
-        for parameter, required in zip(self._parameters, self._required, strict=True):
-            parameter.requires_grad = required
 
 
 class Kept:
