@@ -142,7 +142,6 @@ class Elastic:
         self._in_block = self._told_to_leave = self._noticed = self._over = False
         self._block_began, self._exit_code = 0.0, AGAIN
         self._ballot = torch.zeros(2, dtype=torch.int64)
-        self._numbers = self._ballot.numpy()  # the same memory, which Python reads sooner
 
     # What is kept -----------------------------------------------------------------------------
 
@@ -398,9 +397,10 @@ class Elastic:
         mine = Votes(self._is_told(), leaves, needs, uncuttable, self._are_coming())
         flags = sum(said << _BITS * place for place, said in enumerate(mine))
         digest = self._kept.digest()
-        self._numbers[:] = flags, digest
+        numbers = self._ballot.numpy()  # the same memory, which Python reads sooner
+        numbers[:] = flags, digest
         all_reduce_(self._ballot, self.backend, label=label)
-        told, digests = self._numbers.tolist()
+        told, digests = numbers.tolist()
         if (digests - digest * self.backend.world_size) % (1 << 64):
             self._kept.check_alike()
         return Votes(*(told >> _BITS * place & (1 << _BITS) - 1 for place in range(len(mine))))

@@ -75,7 +75,6 @@ class Kept:
         self._is_spread = False  # no rank has all, whatever buffers do
         self._noted: tuple[Json, dict[str, Json]] | None = None
         self._sizes: list[list[int]] = []  # of the optimizers' groups
-        self._trained: set[int] = set()  # the parameters
         self._begun_at: int | None = None  # the version of the block's start
         self._stepped_at = -1  # collectives that were over then; -1: no optimizer has stepped
         self._part: tuple[list[object], KeptPart] | None = None
@@ -152,8 +151,8 @@ class Kept:
         for name, shard in (*held.parameters.items(), *held.buffers.items()):
             dtype = str(shard.tensor.dtype).removeprefix("torch.")
             lines.append(f"{name}: {dtype} {list(shard.slice.shape)}")
-        named = zip(self._optimizers.items(), self._sizes_of_groups(), strict=True)
-        for (name, optimizer), sizes in named:
+        for name, optimizer in self._optimizers.items():
+            sizes = _sizes_of_groups(optimizer)
             kind = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
             lines.append(f"optimizer {name}: {type(kind).__name__}, groups of {sizes} parameters")
         for name, each in self._others.items():
@@ -166,9 +165,8 @@ class Kept:
     def begin_generation(self, version: int) -> None:
         """Note the state that a generation begins with, to see later what has changed."""
         model, self.version, self._begun_at = self.model, version, None
-        self._sizes = self._sizes_of_groups()
+        self._sizes = [*map(_sizes_of_groups, self.optimizers)]
         self._parameters = [(each, each._version) for each in model.parameters()]
-        self._trained = {id(each) for each, _ in self._parameters}
         self._buffers = [
             Buffer(module, name)
             for module in model.modules()
@@ -211,7 +209,7 @@ class Kept:
                     f"{type(wrapper).__name__}, with other parameters on each rank: let it have a "
                     "whole number of periods, or, with compression= always, call sync() at its end"
                 )
-        if self._sizes_of_groups() != self._sizes:
+        if [*map(_sizes_of_groups, self.optimizers)] != self._sizes:
             self._refuse(
                 f"an optimizer's groups of parameters changed in the block of step "
                 f"{self._begun_at}: those of a newcomer would be the ones from before. Give it all "
@@ -246,8 +244,8 @@ class Kept:
                 self.version = None
             return
         inner = [each.inner for each in self.optimizers if isinstance(each, ShardedOptimizer)]
-        given = (each for group in optimizer.param_groups for each in group["params"])
-        if optimizer not in inner and any(id(each) in self._trained for each in given):
+        given = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        if optimizer not in inner and any(id(each) in given for each, _ in self._parameters):
             self._refuse(
                 f"an optimizer ({type(optimizer).__name__}) that is not kept trains a kept module: "
                 "its state would be lost with a rank, and differ on a newcomer. Keep it, too: "
@@ -317,13 +315,6 @@ class Kept:
                 optimizer.regrouped()
         for parameter in self.model.parameters():
             parameter.grad = None
-
-    def _sizes_of_groups(self) -> list[list[int]]:
-        """Return how many parameters each group of each optimizer has."""
-        return [
-            [len(group["params"]) for group in optimizer.param_groups]
-            for optimizer in self.optimizers
-        ]
 
     def _values(self) -> tuple[Json, dict[str, Json]]:
         """Return the other objects' states, and the optimizers' options."""
@@ -428,6 +419,11 @@ class Kept:
 
     def _refuse(self, problem: str) -> NoReturn:
         raise MisuseError(f"rank {self._backend.rank}: {problem}", rank=self._backend.rank)
+
+
+def _sizes_of_groups(optimizer: Optimizer) -> list[int]:
+    """Return how many parameters each of its groups has."""
+    return [len(group["params"]) for group in optimizer.param_groups]
 
 
 # torch calls global hooks at the steps of all optimizers. Jobs come and go while one is called, in
