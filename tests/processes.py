@@ -10,13 +10,17 @@ import torch, which takes two seconds of a processor.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +37,7 @@ PRELOADED = (
     "torch.distributed.fsdp",
 )
 PATIENCE = 200.0  # seconds for a program to end
+WHERE_ARE_YOU = signal.SIGRTMAX  # a program, and what it has forked, tell where their threads are
 
 
 class Forked(ForkServerProcess):
@@ -84,11 +89,22 @@ class PythonProgram:
         self._process.start()
 
     def finish(self) -> subprocess.CompletedProcess[str]:
-        """Wait for its end: the exit code, negative for a signal, and the output as text."""
+        """Wait for its end: the exit code, negative for a signal, and the output as text.
+
+        Of one that does not end, the failure has the stacks of all threads of it and of its forks.
+        """
         self._process.join(PATIENCE)
         late = self._process.is_alive()
         if late:
-            self._process.kill()
+            assert self._process.pid
+            family = [*_family(self._process.pid)]
+            for pid in family:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, WHERE_ARE_YOU)
+                time.sleep(0.2)  # each writes in turn
+            for pid in family:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             self._process.join()
         with self._output as folder:
             files = [Path(folder, name) for name in ("out", "err")]
@@ -122,12 +138,21 @@ def run_job(
     return [program.finish() for program in started]
 
 
+def _family(pid: int) -> Iterator[int]:
+    """A process and those that have come from it."""
+    yield pid
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in children.read_text().split():
+            yield from _family(int(child))
+
+
 def _become(
     words: list[str], environ: dict[str, str], folder: str, output: str, python: str
 ) -> None:
     for number, name in ((1, "out"), (2, "err")):
         with open(os.path.join(output, name), "ab") as file:
             os.dup2(file.fileno(), number)
+    faulthandler.register(WHERE_ARE_YOU, sys.__stderr__, all_threads=True)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environ)

@@ -288,6 +288,7 @@ import json, os, runpy, sys
 import torch
 
 def rank_of(rank, script, questions, port):
+    global scope
     os.environ |= dict(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     scope = runpy.run_path(script, run_name="__main__")
     answers = {question: eval(question, scope) for question in questions}
@@ -298,7 +299,9 @@ script, port, *questions = sys.argv[1:]
 torch.multiprocessing.start_processes(
     rank_of, (script, questions, port), nprocs=2, start_method="fork"
 )
-"""  # fork: the process that spawns has imported torch already
+"""
+# fork: the process that spawns has imported torch already. global: the destructor of torch's DDP
+# holds the GIL while it joins Gloo's thread, and that may wait for the GIL to free its last work.
 
 
 def on_two_ranks_of_torch(source: str, folder: Path, *questions: str) -> list[dict[str, Any]]:
