@@ -22,6 +22,7 @@ from elastic_script import (
     Share,
     Training,
     Way,
+    check,
     filled,
     joined_batches,
     loss_of,
@@ -603,6 +604,46 @@ def test_who_arrives_joins_with_the_state_of_the_others(name: str) -> None:
     assert 0 < last.first_step <= STEPS
     assert run.ends[2].counted == list(range(last.first_step, STEPS))
     assert run.ends[2].job.generation == last.number == run.ends[2].job.history[0].number
+
+
+class Thawed(Model):
+    """The first layer is frozen until it is in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.requires_grad_(False)
+
+    def thaw(self) -> None:
+        self.first.requires_grad_(True).eval()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs if self.first.training else inputs * 2)
+
+
+@pytest.mark.parametrize("wrap", [DDP, FSDP])
+def test_a_newcomer_trains_the_layers_that_the_others_train_by_then(wrap: Any) -> None:
+    def thawed(begun: Callable[[int], bool], backend: Backend) -> Training:
+        module = Thawed()
+
+        def step(model: nn.Module, optimizer: Optimizer, share: Share) -> None:
+            if begun(share.step):
+                module.thaw()
+            stepped(model, optimizer, share)
+
+        model = wrap(module, backend)
+        return trained_by(torch.optim.Adam(model.parameters(), lr=0.1), model, step)
+
+    once, again = (
+        Way(partial(thawed, begun)) for begun in (lambda step: step == 1, lambda step: step >= 1)
+    )
+    run = Run()
+    turns = phalanx.simulate(script(once, 3, run, steps=8), 2, arrivals=[250]).turns
+    assert 1 < run.ends[2].counted[0] < 8
+    check(again, run, steps=8)
+    for turn in range(turns[1]) if LONG else (turns[1] // 3, turns[1] // 2):
+        run = Run()
+        phalanx.simulate(script(once, 3, run, steps=8), 2, crashes={1: turn}, arrivals=[250])
+        check(again, run, steps=8)
 
 
 @pytest.mark.parametrize("name", ["ddp", "full_shard"])

@@ -368,14 +368,22 @@ def test_groups_of_parameters_are_those_that_a_newcomer_makes() -> None:
     assert sorted(refused) == [0, 1]
 
 
-def test_what_changes_between_two_steps_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda parameter: parameter.detach().add_(1), "a parameter has"),
+        (lambda parameter: parameter.requires_grad_(False), "a kept state or requires_grad have"),
+    ],
+)
+def test_what_changes_between_two_steps_is_refused(
+    change: Callable[[nn.Parameter], object], what: str
+) -> None:
     def use(job: Elastic, model: nn.Module, step: Any, train: Callable[[], object]) -> None:
         with step:
             train()
-        with torch.no_grad():
-            next(model.parameters()).add_(1)
+        change(next(model.parameters()))
 
-    with pytest.raises(MisuseError, match="a parameter has changed before the block of step 1"):
+    with pytest.raises(MisuseError, match=f"{what} changed before the block of step 1"):
         first_step(use)
 
 
@@ -521,6 +529,12 @@ def counted_by_rank(optimizer: torch.optim.Optimizer, backend: Backend) -> Chang
     return count, {"seen": seen}
 
 
+def frozen_by_rank(optimizer: torch.optim.Optimizer, backend: Backend) -> Change:
+    """A layer that one rank alone has frozen."""
+    parameter = optimizer.param_groups[0]["params"][0]
+    return lambda: parameter.requires_grad_(backend.rank == 0), {}
+
+
 def train_with(
     make: Callable[[torch.optim.Optimizer, Backend], Change], arrivals: Sequence[int] = ()
 ) -> list[str]:
@@ -558,6 +572,7 @@ def train_with(
         ),
         (of_one_rank, [], r"step 0: rank 0 has optimizer\.0\.lr 1\.0, and rank 1 \S+lr 0\.5"),
         (counted_by_rank, [], r"rank 0 has seen\.samples 1, and rank 1 seen\.samples 2"),
+        (frozen_by_rank, [], r"requires_grad\.\S*weight True, and rank 1 \S+weight False"),
     ],
 )
 def test_what_differs_between_ranks_is_told_after_the_step_on_all_of_them(
@@ -580,6 +595,11 @@ def linear(inputs: int, outputs: int) -> Callable[[nn.Module, Backend], nn.Modul
     return lambda module, backend: DDP(nn.Linear(inputs, outputs), backend)
 
 
+def with_dropout(module: nn.Module, backend: Backend) -> nn.Module:
+    module.dropout = nn.Dropout()
+    return DDP(module, backend)
+
+
 class Another:
     """What the script of a newcomer has changed, and what its error says."""
 
@@ -590,6 +610,7 @@ class Another:
 
 OTHERS = {
     "model": Another(r"weight: float32 \[3, 4\]", r"weight: float32 \[3, 2\]", linear(4, 3)),
+    "modules": Another("3 modules", "2 modules", with_dropout),
     "wrapper": Another("wrapper 0: FSDP FULL_SHARD", "wrapper 0: DDP", FSDP),
     "optimizer": Another(
         "optimizer optimizer: Adam, .*", "optimizer optimizer: SGD, .*", DDP, torch.optim.Adam

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import msgspec
 import torch
@@ -31,7 +31,7 @@ from phalanx.core.backend import Backend
 from phalanx.core.replaceable import ReplaceableBackend
 from phalanx.elastic.batches import Batches
 from phalanx.elastic.moves import Holding, holding
-from phalanx.elastic.undo import Buffer, ExtraState, Flags
+from phalanx.elastic.undo import Buffer, ExtraState
 from phalanx.elastic.versions import KeptPart, part_of
 from phalanx.errors import DesyncError, MisuseError, UnsupportedOperationError
 from phalanx.fsdp import FSDP
@@ -54,6 +54,19 @@ class Stateful(Protocol):
         """Go on from a state."""
 
 
+class _Values(NamedTuple):
+    """What is kept and is no tensor.
+
+    others    the states of objects that are neither modules nor optimizers
+    options   of each group of each optimizer
+    trained   `requires_grad` of each parameter
+    """
+
+    others: Json
+    options: dict[str, Json]
+    trained: list[bool]
+
+
 class Kept:
     """The kept objects of one rank.
 
@@ -70,10 +83,10 @@ class Kept:
         self._others: dict[str, Stateful] = {}
         self._parameters: list[tuple[Tensor, int]] = []  # with version counters
         self._buffers: list[Buffer | ExtraState] = []
-        self._flags = Flags(nn.Module())
+        self._training: list[tuple[nn.Module, bool]] = []  # with the mode at the block's start
         self._varies = False  # wrappers or modules have a state of new tensors and values each time
         self._is_spread = False  # no rank has all, whatever buffers do
-        self._noted: tuple[Json, dict[str, Json]] | None = None
+        self._noted: _Values | None = None
         self._sizes: list[list[int]] = []  # of the optimizers' groups
         self._begun_at: int | None = None  # the version of the block's start
         self._stepped_at = -1  # collectives that were over then; -1: no optimizer has stepped
@@ -144,6 +157,7 @@ class Kept:
     def lines(self) -> list[str]:
         """Return what has to be the same on all ranks, before the first generation."""
         model, lines = self.model, [f"phalanx {installed_version()}"]
+        lines.append(f"{len([*model.modules()])} modules")
         for name, wrapper in wrappers_of(model).items():
             strategy = getattr(wrapper, "strategy", "")
             lines.append(f"wrapper {name}: {type(wrapper).__name__} {strategy}".rstrip())
@@ -175,7 +189,7 @@ class Kept:
         ]
         extra = [ExtraState(module) for module in model_state(model).stateful.values()]
         self._buffers += extra
-        self._flags = Flags(model)
+        self._training = [(each, each.training) for each in model.modules()]
         self._part, self._noted = None, self._values()
         own = any(each.compression or each.optimizers_apart for each in self.wrappers)
         self._varies = own or bool(extra)
@@ -187,13 +201,13 @@ class Kept:
         """Note the state before a step. `MisuseError` if it changed since the last one's end."""
         changed = any(each._version != seen for each, seen in self._parameters)
         if changed or self._noted != self._values():
-            what = "a parameter has" if changed else "an optimizer's options or a kept state have"
+            what = "an optimizer's options, a kept state or requires_grad have"
             self._refuse(
-                f"{what} changed before the block of step {self.version}. What is changed between "
-                "two blocks is part of no step, and lost when ranks go back to one: change it "
-                "inside of `with step:`"
+                f"{'a parameter has' if changed else what} changed before the block of step "
+                f"{self.version}. What is changed between two blocks is part of no step, and lost "
+                "when ranks go back to one: change it inside of `with step:`"
             )
-        self._flags.note()
+        self._training = [(each, each.training) for each, _ in self._training]
         for buffer in self._buffers:
             buffer.note()
         self._begun_at, self._stepped_at = self.version, -1
@@ -224,8 +238,9 @@ class Kept:
 
     def undo_block(self) -> None:
         """Go back to the block's start if no optimizer has stepped; else the version is None."""
-        if self._begun_at is not None:
-            self._flags.put_back()
+        if self._begun_at is not None and self.version != self._begun_at + 1:
+            for module, training in self._training:
+                module.training = training
         if self.version != self._begun_at or self.version is None:
             return
         moved = any(each._version != seen for each, seen in self._parameters)
@@ -287,15 +302,15 @@ class Kept:
         """Put into descriptions the values and options of the version: they may have changed."""
         if self._noted is None:
             return
-        parts[0].extra, options = self._noted
-        for part, groups in zip(parts, options.values(), strict=False):
+        parts[0].extra = [self._noted.others, self._noted.trained]
+        for part, groups in zip(parts, self._noted.options.values(), strict=False):
             if part.optimizer is not None:
                 described = zip(part.optimizer.groups, groups, strict=True)
                 new = [replace(group, options=given) for group, given in described]
                 part.optimizer = replace(part.optimizer, groups=new)
 
     def load_values(self, values: Any) -> None:
-        """Give the other objects the state that `move` has brought."""
+        """Give the other objects the state that `move` has brought, or a checkpoint."""
         for name, state in (values or {}).items():
             each = self._others[name]
             each.load_state_dict(state)
@@ -306,18 +321,36 @@ class Kept:
         """Return the state of the other objects."""
         return {name: each.state_dict() for name, each in self._others.items()}
 
-    def regrouped(self) -> None:
-        """Make anew what depends on ranks; gradients do not outlive a generation."""
+    def regrouped(self, given: Sequence[Holding]) -> None:
+        """Make anew what depends on ranks; gradients do not outlive a generation.
+
+        given   what this rank gives of the version to come
+
+        Every rank calls it. A step may have frozen layers before a newcomer came: which parameters
+        are trained is as in that version, and `training` as on a rank that gives it.
+        """
+        extra: Any = given[0].parts[0].extra if given else None
+        modules, parameters = [*self.model.modules()], [*self.model.parameters()]
+        trained = extra[1] if extra else self._trained()
+        mine = extra is not None, trained, [each.training for each in modules]
+        told: list[Any] = all_gather_object(mine, self._backend)
+        _, trained, training = next((each for each in told if each[0]), told[0])
+        for module, mode in zip(modules, training, strict=True):
+            module.training = mode
+        for parameter, requires_grad in zip(parameters, trained, strict=True):
+            parameter.requires_grad = requires_grad
+            parameter.grad = None
         for wrapper in self.wrappers:
             wrapper.regrouped()
         for optimizer in self.optimizers:
             if isinstance(optimizer, ShardedOptimizer):
                 optimizer.regrouped()
-        for parameter in self.model.parameters():
-            parameter.grad = None
 
-    def _values(self) -> tuple[Json, dict[str, Json]]:
-        """Return the other objects' states, and the optimizers' options."""
+    def _trained(self) -> list[bool]:
+        return [each.requires_grad for each in self.model.parameters()]
+
+    def _values(self) -> _Values:
+        """Return the values as they are now."""
 
         def keep(tensor: Tensor, path: str) -> str:
             self._refuse(
@@ -329,12 +362,10 @@ class Kept:
             name: [to_json(options_of(group), name, keep) for group in optimizer.param_groups]
             for name, optimizer in self._optimizers.items()
         }
-        return to_json(self.values(), "keep", keep), options
+        return _Values(to_json(self.values(), "keep", keep), options, self._trained())
 
     def digest(self) -> int:
-        """Return a hash of the other objects' states and the optimizers' options, which all ranks
-        have alike at a block's end.
-        """
+        """Return a hash of the values, which all ranks have alike at a block's end."""
         return xxh3_64_intdigest(msgspec.json.encode(self._noted, order="deterministic")) >> 1
 
     def check_alike(self) -> None:
@@ -342,18 +373,19 @@ class Kept:
         digits; every rank calls it.
         """
         assert self._noted is not None
-        values, options = self._noted
-        label = "what differs between ranks"
-        told = all_gather_object({**values, **options}, self._backend, label=label)
+        others, options, trained = self._noted
+        names = [name for name, _ in self.model.named_parameters()]
+        mine = {**others, **options, "requires_grad": dict(zip(names, trained, strict=True))}
+        told = all_gather_object(mine, self._backend, label="what differs between ranks")
         for rank, theirs in enumerate(told):
             if found := first_difference(told[0], theirs):
                 here, there = found
                 raise DesyncError(
                     f"rank {self._backend.rank}: what is kept differs between ranks after the "
                     f"block of step {self._begun_at}: rank 0 has {here}, and rank {rank} {there}. "
-                    "Optimizers have the same options on every rank, and kept objects the same "
-                    "state. Is a learning rate schedule not kept, or are these computed from what "
-                    "one rank alone has?",
+                    "On every rank optimizers have the same options, kept objects the same state, "
+                    "and parameters the same requires_grad. Is a learning rate schedule not kept, "
+                    "or are these computed from what one rank alone has?",
                     rank=self._backend.rank,
                     peer=rank,
                 )

@@ -26,7 +26,7 @@ from phalanx.elastic.generations import Generations
 from phalanx.elastic.kept import Kept
 from phalanx.elastic.membership import Decision
 from phalanx.elastic.memory import Memory
-from phalanx.elastic.moves import move
+from phalanx.elastic.moves import Holding, move
 from phalanx.elastic.saves import Checkpoints
 from phalanx.elastic.site import Site
 from phalanx.errors import CheckpointNotFoundError, CollectiveTimeoutError, PeerLostError
@@ -134,8 +134,12 @@ class Regrouping:
             backend.inner.abort()
             backend.enter(group)
             self._generations.enter()
-            kept.regrouped()
-            values, self._version = self._first_state() if first else self._state(decision)
+            given = memory.first() if first else memory.give(decision)
+            kept.regrouped(given)
+            loaded = self._checkpoints.load_newest() if first else None
+            if loaded is None:
+                loaded = self._moved(given, first=first), decision.version or 0
+            values, self._version = loaded
             kept.load_values(values)
             text = f"{self._seed} {self._version} {backend.world_size}"
             random_state.seed_all(xxh3_64_intdigest(text.encode()), rank)
@@ -143,20 +147,11 @@ class Regrouping:
             barrier(backend, label=f"generation {number} has its state")
             memory.complete()
 
-    def _state(self, decision: Decision) -> tuple[Any, int]:
-        """Take the state of the decision's version; return the other values and the version."""
-        given = self._memory.give(decision)
-        assert decision.version is not None
-        values = move(given, self._backend, self._kept.model, self._kept.optimizers)
-        return values, decision.version
-
-    def _first_state(self) -> tuple[Any, int]:
-        """Begin with the newest checkpoint, or else with rank 0's state before the first step."""
-        loaded = self._checkpoints.load_newest()
-        if loaded is not None:
-            return loaded
-        backend = self._backend
-        given = self._memory.first() if backend.rank == 0 else []
+    def _moved(self, given: Sequence[Holding], *, first: bool) -> Any:
+        """Take the state that the ranks give, or before the first step rank 0; return the other
+        values.
+        """
+        backend, kept = self._backend, self._kept
 
         def check() -> None:
             if backend.rank == 0 and not given:
@@ -166,8 +161,11 @@ class Regrouping:
                     "two versions, in a collective behind an optimizer's step. Start the job again"
                 )
 
-        CheckpointGroup(backend, "elastic", self._timeout).on_all(check)
-        return move(given, backend, self._kept.model, self._kept.optimizers), 0
+        if first:
+            CheckpointGroup(backend, "elastic", self._timeout).on_all(check)
+            given = given if backend.rank == 0 else []
+        values = move(given, backend, kept.model, kept.optimizers)
+        return values[0] if values else None
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""What goes back to a block's start if its step does not count: buffers, extra state, flags.
+"""What goes back to a block's start if its step does not count: buffers and extra state.
 
 Parameters and optimizers' state do not: once an optimizer has stepped, another version is taken.
 """
@@ -82,25 +82,3 @@ class ExtraState:
     def has_moved(self) -> bool:
         """Return whether it may have changed."""
         return True
-
-
-class Flags:
-    """What a block may have left otherwise than it found it: `training` of the modules, and
-    `requires_grad` of the parameters. No checkpoint has them.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules, self._parameters = list(model.modules()), list(model.parameters())
-        self.note()
-
-    def note(self) -> None:
-        """Note them as they are."""
-        self._training = [each.training for each in self._modules]
-        self._required = [each.requires_grad for each in self._parameters]
-
-    def put_back(self) -> None:
-        """Let them be as they were noted."""
-        for module, training in zip(self._modules, self._training, strict=True):
-            module.training = training
-        for parameter, required in zip(self._parameters, self._required, strict=True):
-            parameter.requires_grad = required
