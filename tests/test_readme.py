@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 import phalanx
 from phalanx.cli.app import app
+from phalanx.launch.environment import GIVEN
 
 README = PAGES["README.md"]
 ALONE = (
@@ -50,8 +51,14 @@ def new_model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 1))
 
 
+def of_ranks(source: str) -> str:
+    """The script with the simulated ranks' backend in the place of a launcher's."""
+    return source.replace("phalanx.init()", "backend").replace("Elastic()", "Elastic(backend)")
+
+
 def scope_of(backend: phalanx.Backend) -> dict[str, object]:
     """What a training script has before it does anything with ranks."""
+    GIVEN.set("")  # some documents show what a script does that is started by hand
     model = new_model()
     return {
         "__name__": "document",
@@ -104,7 +111,7 @@ def test_the_python_of_a_guide_runs_on_two_ranks(
     def run(backend: phalanx.Backend) -> None:
         scope = scope_of(backend)
         for source in blocks("python", PAGES[page]):
-            exec(compile(source, f"<{page}>", "exec"), scope)
+            exec(compile(of_ranks(source), f"<{page}>", "exec"), scope)
 
     assert len(phalanx.simulate(run, 2)) == 2
 
@@ -129,7 +136,7 @@ def test_a_diff_in_a_document_trains_before_and_after(
 
     def run(source: str, backend: phalanx.Backend) -> float:
         scope = scope_of(backend)
-        exec(compile(source.replace("phalanx.init()", "backend"), "document", "exec"), scope)
+        exec(compile(of_ranks(source), "document", "exec"), scope)
         loss = scope["loss"]
         assert isinstance(loss, torch.Tensor)
         return loss.item()

@@ -360,6 +360,47 @@ class Counting(Model):
         return super().forward(inputs) * (1 + self.passes / 8) + self.sums.mean()
 
 
+class Teacher(Unbuffered):
+    """A moving average of a layer's weights, which the forward pass moves."""
+
+    def __init__(self, move: Callable[[nn.Parameter, nn.Parameter], object]) -> None:
+        super().__init__()
+        self.move, self.teacher = move, nn.Linear(5, 1)
+        filled(self.teacher).requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        pairs = zip(self.teacher.parameters(), self.second.parameters(), strict=True)
+        with torch.no_grad():
+            for pair in pairs:
+                self.move(*pair)
+        hidden = torch.tanh(self.first(inputs))
+        return self.second(hidden) + self.teacher(hidden)
+
+
+def set_anew(mine: nn.Parameter, other: nn.Parameter) -> None:
+    mine.data = mine.data * 0.9 + other.data * 0.1
+
+
+def uncounted(mine: nn.Parameter, other: nn.Parameter) -> None:
+    mine.data.mul_(0.9).add_(other.data, alpha=0.1)
+
+
+def in_place(mine: nn.Parameter, other: nn.Parameter) -> None:
+    mine.lerp_(other, 0.1)
+
+
+class Codebook(Unbuffered):
+    """A large buffer that changes without being counted; on rank 0 not in the first block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.zeros(9000, dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.codes.data.mul_(0.5).add_(inputs.detach().sum())
+        return super().forward(inputs) + self.codes[0]
+
+
 class Halves(nn.Module):
     """A layer whose ranks have shards, and one that each has whole."""
 
@@ -426,6 +467,11 @@ COMBINED: Mapping[str, Way] = {
     "remembers_sharded": Way(remembers_sharded),
     "counting_ddp": Way(lambda backend: with_adam(DDP(Counting(), backend))),
     "counting_fsdp": Way(lambda backend: with_adam(FSDP(Counting(), backend))),
+    "teacher_set_anew": Way(lambda backend: with_adam(DDP(Teacher(set_anew), backend))),
+    "teacher_uncounted": Way(lambda backend: with_adam(DDP(Teacher(uncounted), backend))),
+    "teacher_in_place": Way(lambda backend: with_adam(DDP(Teacher(in_place), backend))),
+    "codebook_ddp": Way(lambda backend: with_adam(DDP(Codebook(), backend))),
+    "codebook_fsdp": Way(lambda backend: with_adam(FSDP(Codebook(), backend))),
     "halves": Way(lambda backend: with_adam(Halves(backend))),
     "searched": Way(searched),
     "compressed_averages": Way(compressed_averages),

@@ -101,11 +101,40 @@ def test_numbers_of_ranks_that_cannot_be_are_refused(options: dict[str, int]) ->
         ({"copy_every": 0}, "copy_every=0"),
         ({"checkpoint_every": -1}, "checkpoint_every=-1"),
         ({"checkpoint_every": 2}, "checkpoint_every needs checkpoints="),
+        ({"wait": float("nan")}, "wait must be a positive number of seconds, not nan"),
+        ({"timeout": -1.0}, "timeout must be a positive number of seconds"),
     ],
 )
-def test_numbers_of_steps_that_cannot_be_are_refused(options: dict[str, Any], problem: str) -> None:
+def test_numbers_of_steps_and_seconds_that_cannot_be_are_refused(
+    options: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(ValueError, match=problem):
         in_one(lambda backend: Elastic(backend, **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"copy_every": 2.5}, r"copy_every is a whole number, not 2\.5"),
+        ({"min_ranks": 1.5}, "min_ranks is a whole number"),
+        ({"max_ranks": "3"}, "max_ranks is a whole number"),
+        ({"seed": "a"}, "seed is a whole number"),
+        ({"wait": "10"}, "wait is a number of seconds"),
+        ({"timeout": "10"}, "timeout is a number of seconds"),
+    ],
+)
+def test_options_of_another_type_are_refused(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(TypeError, match=problem):
+        in_one(lambda backend: Elastic(backend, **options))
+
+
+@pytest.mark.parametrize("joins", [Elastic, phalanx.init])
+def test_a_simulated_process_does_not_train_alone_beside_the_others(joins: Any) -> None:
+    def join(backend: Backend) -> None:
+        with pytest.raises(MisuseError, match=r"this is process [01] of 2 of phalanx\.simulate"):
+            joins()
+
+    phalanx.simulate(join, 2)
 
 
 @pytest.mark.parametrize("name", ["gloo", "nccl", "ucc", "mpi"])
@@ -385,6 +414,25 @@ def test_what_changes_between_two_steps_is_refused(
 
     with pytest.raises(MisuseError, match=f"{what} changed before the block of step 1"):
         first_step(use)
+
+
+@pytest.mark.parametrize("first", [None, torch.ones(1)])
+def test_a_saved_buffer_has_the_shape_that_a_newcomers_has(first: Tensor | None) -> None:
+    def train(backend: Backend) -> None:
+        def wrap(module: nn.Module, its: Backend) -> nn.Module:
+            module.register_buffer("cache", first, persistent=False)
+            module.register_buffer("saved", first)
+            return DDP(module, its)
+
+        job, model, step = a_job(backend, wrap)
+        for each in job.steps(2):
+            with each:
+                step()
+                for name in ("cache", "saved") if each.number else ("cache",):
+                    setattr(model.module, name, torch.ones(2))
+
+    with pytest.raises(MisuseError, match="the buffer saved came, or got another shape, in the bl"):
+        phalanx.simulate(train, 2)
 
 
 @pytest.mark.parametrize("options", [{"every": 2}, {"every": 1, "compression": TopK(0.5)}])

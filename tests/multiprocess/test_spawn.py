@@ -16,6 +16,7 @@ from processes import run_python
 from test_training import alone, train_on_my_rows
 from warm_python import warm_python
 
+import phalanx
 from phalanx.core.backend import Backend
 from phalanx.errors import MisuseError, PeerLostError
 from phalanx.launch.binding import threads_per_rank
@@ -44,6 +45,15 @@ def fail_on_rank_1(backend: Backend) -> None:
             backend.recv(torch.empty(1), 1)
         except Exception:
             continue
+
+
+def join_once_more(backend: Backend) -> list[str]:
+    told = []
+    for joins in (phalanx.init, phalanx.Elastic):
+        with pytest.raises(MisuseError) as error:
+            joins()
+        told.append(str(error.value))
+    return told
 
 
 def kill_itself(backend: Backend) -> None:
@@ -83,6 +93,12 @@ def test_the_root_cause_is_raised_and_ranks_that_swallow_errors_are_stopped() ->
         spawn(fail_on_rank_1, 2)
     assert isinstance(caught.value.__cause__, RankTraceback)
     assert "fail_on_rank_1" in caught.value.__cause__.text
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_rank_has_its_backend_and_does_not_train_alone_beside_the_others() -> None:
+    for rank, told in enumerate(spawn(join_once_more, 2)):
+        assert all(f"this is rank {rank} of 2 of phalanx.spawn" in text for text in told)
 
 
 @pytest.mark.usefixtures("warm")

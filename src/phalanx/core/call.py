@@ -149,12 +149,12 @@ def whole_number(number: int, what: str) -> int:
         raise TypeError(f"{what} is a whole number, not {number!r}") from None
 
 
-def check_timeout(timeout: float) -> float:
+def check_timeout(timeout: float, what: str = "timeout") -> float:
     """Return the timeout as a float. Raises ValueError unless it is positive, in seconds."""
     if not hasattr(timeout, "__float__"):
-        raise TypeError(f"timeout is a number of seconds, not {timeout!r}")
+        raise TypeError(f"{what} is a number of seconds, not {timeout!r}")
     if not timeout > 0:
-        raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
+        raise ValueError(f"{what} must be a positive number of seconds, not {timeout!r}")
     return float(timeout)
 
 

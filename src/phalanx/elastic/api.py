@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from phalanx.collectives import all_reduce_
 from phalanx.core.backend import Backend
+from phalanx.core.call import check_timeout, whole_number
 from phalanx.core.replaceable import ReplaceableBackend
 from phalanx.elastic import batches
 from phalanx.elastic.batches import Batches
@@ -111,8 +112,8 @@ class Elastic:
         store: object = None,
     ) -> None:
         self._site, least, most = find_site(backend, store)
-        self._min = min_ranks if min_ranks is not None else least
-        self._max = max_ranks if max_ranks is not None else most
+        self._min = whole_number(least if min_ranks is None else min_ranks, "min_ranks")
+        self._max = whole_number(most if max_ranks is None else max_ranks, "max_ranks")
         if self._min < 1 or self._max < self._min:
             raise InvalidWorldSizeError(
                 f"Elastic: min_ranks={self._min} must be at least 1, and at most "
@@ -121,15 +122,15 @@ class Elastic:
         if self._site.store is None:
             self._min = self._max = 1  # nobody has started this process as a job: it trains alone
         for name, value in {"copy_every": copy_every, "checkpoint_every": checkpoint_every}.items():
-            if value < (name == "copy_every"):
+            if whole_number(value, name) < (name == "copy_every"):
                 raise ValueError(f"Elastic: {name}={value} must be a number of steps")
         if checkpoint_every and checkpoints is None:
             raise ValueError("Elastic: checkpoint_every needs checkpoints=, a folder")
         alone = SimulatedBackend.create_group(1, timeout=timeout)[0]
         self.backend = ReplaceableBackend(alone)
         self.history: list[Generation] = []
-        self._copy_every, self._seed = copy_every, seed
-        self._wait, self._timeout = wait, timeout
+        self._copy_every, self._seed = copy_every, whole_number(seed, "seed")
+        self._wait, self._timeout = check_timeout(wait, "wait"), timeout
         self._kept = Kept(self.backend)
         self._memory = Memory(self._kept, self.backend, self._site)
         folder = None if checkpoints is None else os.fspath(checkpoints)

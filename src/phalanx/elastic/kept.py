@@ -2,8 +2,8 @@
 
 In the block of step N a rank comes to a version of the state, or is between two:
 
-    version N       no optimizer has stepped. Parameters are those of the block's start; buffers and
-                    other values can be put back, of which a copy was made there
+    version N       no optimizer has stepped. What else has changed can be put back: of that a copy
+                    was made at the block's start
     None            an optimizer has stepped, and the block is not over
     version N + 1   the block is over; the vote says whether the step counts
 """
@@ -31,7 +31,7 @@ from phalanx.core.backend import Backend
 from phalanx.core.replaceable import ReplaceableBackend
 from phalanx.elastic.batches import Batches
 from phalanx.elastic.moves import Holding, holding
-from phalanx.elastic.undo import Buffer, ExtraState
+from phalanx.elastic.undo import Buffer, ExtraState, Parameters
 from phalanx.elastic.versions import KeptPart, part_of
 from phalanx.errors import DesyncError, MisuseError, UnsupportedOperationError
 from phalanx.fsdp import FSDP
@@ -81,8 +81,8 @@ class Kept:
         self._modules: dict[str, nn.Module] = {}
         self._optimizers: dict[str, Optimizer] = {}
         self._others: dict[str, Stateful] = {}
-        self._parameters: list[tuple[Tensor, int]] = []  # with version counters
         self._buffers: list[Buffer | ExtraState] = []
+        self._absent: list[tuple[dict[str, Tensor | None], str]] = []  # buffers that are None
         self._training: list[tuple[nn.Module, bool]] = []  # with the mode at the block's start
         self._varies = False  # wrappers or modules have a state of new tensors and values each time
         self._is_spread = False  # no rank has all, whatever buffers do
@@ -118,6 +118,11 @@ class Kept:
         if len(self._modules) == 1:
             return next(iter(self._modules.values()))
         return nn.ModuleDict(self._modules)
+
+    @cached_property
+    def parameters(self) -> Parameters:
+        """The parameters of all modules."""
+        return Parameters([*self.model.parameters()])
 
     @cached_property
     def wrappers(self) -> list[Wrapper]:
@@ -180,12 +185,14 @@ class Kept:
         """Note the state that a generation begins with, to see later what has changed."""
         model, self.version, self._begun_at = self.model, version, None
         self._sizes = [*map(_sizes_of_groups, self.optimizers)]
-        self._parameters = [(each, each._version) for each in model.parameters()]
-        self._buffers = [
-            Buffer(module, name)
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
+        self.parameters.note()
+        places = [(module, name) for module in model.modules() for name in module._buffers]
+        there = [each for each in places if each[0]._buffers[each[1]] is not None]
+        self._buffers = [Buffer(module, name) for module, name in there]
+        self._absent = [
+            (module._buffers, name)
+            for module, name in places
+            if (module, name) not in there and name not in module._non_persistent_buffers_set
         ]
         extra = [ExtraState(module) for module in model_state(model).stateful.values()]
         self._buffers += extra
@@ -199,7 +206,7 @@ class Kept:
 
     def begin_block(self) -> None:
         """Note the state before a step. `MisuseError` if it changed since the last one's end."""
-        changed = any(each._version != seen for each, seen in self._parameters)
+        changed = self.parameters.have_changed()
         if changed or self._noted != self._values():
             what = "an optimizer's options, a kept state or requires_grad have"
             self._refuse(
@@ -210,6 +217,7 @@ class Kept:
         self._training = [(each, each.training) for each, _ in self._training]
         for buffer in self._buffers:
             buffer.note()
+        self.parameters.begin_block()
         self._begun_at, self._stepped_at = self.version, -1
 
     def end_block(self) -> bool:
@@ -223,6 +231,17 @@ class Kept:
                     f"{type(wrapper).__name__}, with other parameters on each rank: let it have a "
                     "whole number of periods, or, with compression= always, call sync() at its end"
                 )
+        self._check_forms()
+        assert self._begun_at is not None
+        self.version = self._begun_at + 1
+        self.parameters.end_block()
+        for buffer in self._buffers:
+            buffer.end_block()
+        self._noted = self._values()
+        return 0 <= self._stepped_at < self._backend.finished
+
+    def _check_forms(self) -> None:
+        """Raise `MisuseError` if the state has a form by now that a newcomer's has not."""
         if [*map(_sizes_of_groups, self.optimizers)] != self._sizes:
             self._refuse(
                 f"an optimizer's groups of parameters changed in the block of step "
@@ -230,11 +249,13 @@ class Kept:
                 "parameters before steps(), and freeze some until they are to be trained "
                 "(requires_grad=False)"
             )
-        assert self._begun_at is not None
-        self.version = self._begun_at + 1
-        self._parameters = [(each, each._version) for each, _ in self._parameters]
-        self._noted = self._values()
-        return 0 <= self._stepped_at < self._backend.finished
+        come = [name for of, name in self._absent if of[name] is not None]
+        if names := come + [each.changed_shape() for each in self._buffers if each.changed_shape()]:
+            self._refuse(
+                f"the buffer {names[0]} came, or got another shape, in the block of step "
+                f"{self._begun_at}: a newcomer's is as the module makes it. Register it in its "
+                "final shape, or, if it need not be saved, with persistent=False"
+            )
 
     def undo_block(self) -> None:
         """Go back to the block's start if no optimizer has stepped; else the version is None."""
@@ -243,8 +264,8 @@ class Kept:
                 module.training = training
         if self.version != self._begun_at or self.version is None:
             return
-        moved = any(each._version != seen for each, seen in self._parameters)
-        if moved or any(each.compression for each in self.wrappers):
+        compressed = any(each.compression for each in self.wrappers)
+        if compressed or not self.parameters.put_back():
             self.version = None
             return
         for buffer in self._buffers:
@@ -255,12 +276,13 @@ class Kept:
         if optimizer in self.optimizers:
             if self._stepped_at < 0:
                 self._stepped_at = self._backend.finished
+                self.parameters.before_step()
             if self.version == self._begun_at:
                 self.version = None
             return
         inner = [each.inner for each in self.optimizers if isinstance(each, ShardedOptimizer)]
         given = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        if optimizer not in inner and any(id(each) in given for each, _ in self._parameters):
+        if optimizer not in inner and any(id(each) in given for each in self.parameters.all):
             self._refuse(
                 f"an optimizer ({type(optimizer).__name__}) that is not kept trains a kept module: "
                 "its state would be lost with a rank, and differ on a newcomer. Keep it, too: "

@@ -35,7 +35,8 @@ def find_site(backend: str | Backend, store: object) -> tuple[Site, int, int]:
         if process is None:
             raise UnsupportedOperationError(
                 "Elastic takes the name of a backend, or the backend of a process of "
-                f"phalanx.simulate, not {backend!r}: its group is made anew with each generation"
+                f"phalanx.simulate, not {backend!r}: its group is made anew with each generation. "
+                "Start a script with `phalanx run --min`"
             )
         if process in _IN_JOBS:
             raise MisuseError(

@@ -20,6 +20,7 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -38,6 +39,8 @@ JOB_VARIABLE, LAUNCH_VARIABLE = "PHALANX_JOB", "PHALANX_LAUNCH"
 MIN_VARIABLE, MAX_VARIABLE = "PHALANX_MIN_RANKS", "PHALANX_MAX_RANKS"
 ELASTIC_VARIABLES = (JOB_VARIABLE, LAUNCH_VARIABLE, MIN_VARIABLE, MAX_VARIABLE)
 ETCD = "etcd://"
+# What this thread is, in words, if its function has been given a backend: "rank 1 of spawn's 4".
+GIVEN: ContextVar[str] = ContextVar("what has been given a backend", default="")
 _JOB_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 
@@ -97,14 +100,10 @@ def read_environment(environ: Mapping[str, str]) -> World | None:
 
     An allocation without a started step (`salloc`, then `python`) is no launcher. Impossible
     numbers raise `InvalidRankError`, `InvalidWorldSizeError` or `MisuseError`, which name the
-    variable, its value, and the remedy. So does an elastic job, in which no rank is fixed.
+    variable, its value, and the remedy. So do an elastic job, in which no rank is fixed, and a rank
+    of `spawn` or `simulate`, which has its backend already.
     """
-    if environ.get(STORE_VARIABLE) and environ.get(JOB_VARIABLE):
-        raise MisuseError(
-            f"this process belongs to the elastic job {environ[JOB_VARIABLE]} ({JOB_VARIABLE}), "
-            "where ranks come and go: call phalanx.Elastic() in the place of init(), or start the "
-            "script without --min"
-        )
+    _check_may_join(environ)
     launcher = _find_launcher(environ)
     if launcher is None:
         return None
@@ -139,6 +138,21 @@ def read_environment(environ: Mapping[str, str]) -> World | None:
         if launcher is _SLURM
         else environ.get("TORCHELASTIC_RUN_ID", ""),
     )
+
+
+def _check_may_join(environ: Mapping[str, str]) -> None:
+    """Raise `MisuseError` if this process comes to its ranks in another way."""
+    if environ.get(STORE_VARIABLE) and environ.get(JOB_VARIABLE):
+        raise MisuseError(
+            f"this process belongs to the elastic job {environ[JOB_VARIABLE]} ({JOB_VARIABLE}), "
+            "where ranks come and go: call phalanx.Elastic() in the place of init(), or start the "
+            "script without --min"
+        )
+    if GIVEN.get():
+        raise MisuseError(
+            f"this is {GIVEN.get()}, and its function's first argument is the backend: take that, "
+            "or else it would train alone beside the others"
+        )
 
 
 def _find_launcher(environ: Mapping[str, str]) -> _Launcher | None:

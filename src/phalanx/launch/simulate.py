@@ -7,6 +7,7 @@ from typing import Generic, TypeVar, cast
 
 from phalanx.core.backend import DEFAULT_TIMEOUT, Backend
 from phalanx.core.call import check_world_size, whole_number
+from phalanx.launch.environment import GIVEN
 from phalanx.transport.cooperative import CooperativeScheduler
 from phalanx.transport.simulated import InProcessSwitch, SimulatedBackend
 from phalanx.transport.simulated_process import SimulatedProcess, SimulatedWorld
@@ -76,6 +77,7 @@ def simulate(
         switch = InProcessSwitch(1, scheduler, [process]) if arrives else together
         engine = switch.engines[0 if arrives else process]
         its = SimulatedProcess(world, process)
+        GIVEN.set(f"process {process} of {everyone} of phalanx.simulate")
         results[process] = fn(SimulatedBackend(engine, timeout=timeout, process=its))
 
     scheduler.run(run)

@@ -170,6 +170,7 @@ def _import_main(preparation: dict[str, Any]) -> None:
 def _call(call: bytes, world: World, listener: int | None, backend: str, timeout: float) -> Any:
     """Call the pickled function `call` with a new backend; return its result."""
     from phalanx.hooks import begin_observers  # noqa: PLC0415
+    from phalanx.launch.environment import GIVEN  # noqa: PLC0415
     from phalanx.launch.init import make_backend, why_not_nccl  # noqa: PLC0415 -- imports torch
 
     try:
@@ -187,6 +188,7 @@ def _call(call: bytes, world: World, listener: int | None, backend: str, timeout
         world = replace(world, nccl=not why_not_nccl(world.world_size - 1))
     made = make_backend(backend, world, timeout)
     begin_observers(made, world, os.environ)
+    GIVEN.set(f"rank {world.rank} of {world.world_size} of phalanx.spawn")
     try:
         result = function(made)
     except BaseException:
