@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -180,11 +181,12 @@ def pipeline(job: Elastic) -> object:
     ("make", "problem"),
     [
         (meta, r"model\.weight is on the meta device"),
+        (lambda job: nn.LazyLinear(2), r"model\.weight is not initialized"),
         (parallel, r"model\.0 is a ColumnParallelLinear, whose ranks are not to change"),
         (pipeline, "Pipeline.*start all ranks again"),
     ],
 )
-def test_models_that_are_bound_to_their_ranks_are_refused(
+def test_models_that_are_bound_to_their_ranks_or_not_there_yet_are_refused(
     make: Callable[[Elastic], object], problem: str
 ) -> None:
     with pytest.raises(UnsupportedOperationError, match=problem):
@@ -805,6 +807,19 @@ def test_an_exception_in_a_step_ends_the_job_on_that_rank_alone() -> None:
 
     phalanx.simulate(train, 3)
     assert counted == {0: [3, 2, 2], 2: [3, 2, 2]}
+
+
+def test_an_error_of_the_block_that_is_caught_outside_of_it_is_not_forgotten() -> None:
+    def train(backend: Backend) -> None:
+        job, _, step = a_job(backend)
+        for each in job.steps(3):
+            with suppress(ZeroDivisionError), each:
+                step()
+                if backend.rank == 1:
+                    raise ZeroDivisionError("in the script")
+
+    with pytest.raises(MisuseError, match="of step 0 ended with ZeroDivisionError: in the script"):
+        phalanx.simulate(train, 2)
 
 
 def test_ranks_that_do_not_do_the_same_are_told_so() -> None:

@@ -26,7 +26,7 @@ from phalanx.elastic.regrouping import LOSS, Generation, Regrouping, blamed
 from phalanx.elastic.saves import Checkpoints
 from phalanx.elastic.start import find_site, leave_when_told
 from phalanx.errors import DistributedError, InvalidWorldSizeError, MisuseError
-from phalanx.launch.report import AGAIN
+from phalanx.launch.report import AGAIN, error_line
 from phalanx.transport.simulated import SimulatedBackend
 
 log = logging.getLogger("phalanx")
@@ -141,7 +141,7 @@ class Elastic:
         self._regrouping: Regrouping | None = None
         self._version = self._total = 0  # steps that count, and all
         self._in_block = self._told_to_leave = self._noticed = self._over = False
-        self._block_began, self._exit_code = 0.0, AGAIN
+        self._block_began, self._exit_code, self._failed = 0.0, AGAIN, ""
         self._ballot = torch.zeros(2, dtype=torch.int64)
 
     # What is kept -----------------------------------------------------------------------------
@@ -233,6 +233,11 @@ class Elastic:
                 yield step
                 if step.state == "new":
                     self._refuse(f"the block of step {step.number} was not entered: `with step:`")
+                if self._failed:
+                    self._refuse(
+                        f"the block of step {step.number} ended with {self._failed}, and with it "
+                        "the job on this rank. To go on after an error, catch it inside the block"
+                    )
                 if self._over:
                     raise SystemExit(self._exit_code)
         except BaseException as error:
@@ -326,6 +331,7 @@ class Elastic:
         """End a step's block; return whether the error is dealt with. `ElasticStep` calls it."""
         self._in_block = False
         if error is not None and not self._is_loss(error):
+            self._failed = error_line(error)
             self.close()
             return False
         try:

@@ -19,6 +19,7 @@ import msgspec
 import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from xxhash import xxh3_64_intdigest
@@ -466,9 +467,10 @@ class Kept:
         for wrapper in wrappers_of(module).values():
             wrapper.check_regroupable()
         for at, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if tensor.is_meta:
+            if tensor.is_meta or is_lazy(tensor):
+                where = "on the meta device" if tensor.is_meta else "not initialized"
                 raise UnsupportedOperationError(
-                    f"{name}.{at} is on the meta device: make it real before it is kept"
+                    f"{name}.{at} is {where}: make it real before it is kept"
                 )
 
     def _refuse(self, problem: str) -> NoReturn:
