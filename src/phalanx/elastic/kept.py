@@ -84,7 +84,7 @@ class Kept:
         self._others: dict[str, Stateful] = {}
         self._buffers: list[Buffer | ExtraState] = []
         self._absent: list[tuple[dict[str, Tensor | None], str]] = []  # buffers that are None
-        self._training: list[tuple[nn.Module, bool]] = []  # with the mode at the block's start
+        self._modes: list[tuple[nn.Module, bool]] = []  # `training` of modules at the block's start
         self._varies = False  # wrappers or modules have a state of new tensors and values each time
         self._is_spread = False  # no rank has all, whatever buffers do
         self._noted: _Values | None = None
@@ -197,7 +197,7 @@ class Kept:
         ]
         extra = [ExtraState(module) for module in model_state(model).stateful.values()]
         self._buffers += extra
-        self._training = [(each, each.training) for each in model.modules()]
+        self._modes = [(each, each.training) for each in model.modules()]
         self._part, self._noted = None, self._values()
         own = any(each.compression or each.optimizers_apart for each in self.wrappers)
         self._varies = own or bool(extra)
@@ -215,7 +215,7 @@ class Kept:
                 f"{self.version}. What is changed between two blocks is part of no step, and lost "
                 "when ranks go back to one: change it inside of `with step:`"
             )
-        self._training = [(each, each.training) for each, _ in self._training]
+        self._modes = [(each, each.training) for each, _ in self._modes]
         for buffer in self._buffers:
             buffer.note()
         self.parameters.begin_block()
@@ -261,7 +261,7 @@ class Kept:
     def undo_block(self) -> None:
         """Go back to the block's start if no optimizer has stepped; else the version is None."""
         if self._begun_at is not None and self.version != self._begun_at + 1:
-            for module, training in self._training:
+            for module, training in self._modes:
                 module.training = training
         if self.version != self._begun_at or self.version is None:
             return
@@ -353,14 +353,14 @@ class Kept:
         are trained is as in that version, and `training` as on a rank that gives it.
         """
         extra: Any = given[0].parts[0].extra if given else None
-        modules, parameters = [*self.model.modules()], [*self.model.parameters()]
+        modules = [*self.model.modules()]
         trained = extra[1] if extra else self._trained()
         mine = extra is not None, trained, [each.training for each in modules]
         told: list[Any] = all_gather_object(mine, self._backend)
         _, trained, training = next((each for each in told if each[0]), told[0])
         for module, mode in zip(modules, training, strict=True):
             module.training = mode
-        for parameter, requires_grad in zip(parameters, trained, strict=True):
+        for parameter, requires_grad in zip(self.parameters.all, trained, strict=True):
             parameter.requires_grad = requires_grad
             parameter.grad = None
         for wrapper in self.wrappers:
@@ -370,7 +370,7 @@ class Kept:
                 optimizer.regrouped()
 
     def _trained(self) -> list[bool]:
-        return [each.requires_grad for each in self.model.parameters()]
+        return [each.requires_grad for each in self.parameters.all]
 
     def _values(self) -> _Values:
         """Return the values as they are now."""

@@ -88,8 +88,8 @@ class Parameters:
     A block may change some of them before: a moving average of others, or weights that are to have
     a norm. Once it has, these are copied at the start of each block, and can be put back.
 
-    Changes by `.data` are not counted in a parameter's version. Its address shows if that was set
-    to another tensor. In the blocks 1, 2, 4, 8 ... of a process hashes of samples show all.
+    Looks are in the blocks 1, 2, 4, 8 ... of a process. Versions and addresses show most changes,
+    and hashes of samples those by `.data`, which no version counts.
     """
 
     def __init__(self, parameters: Sequence[Tensor] = ()) -> None:
@@ -116,8 +116,9 @@ class Parameters:
         self._hashes = [*map(_hash, self.all)] if _looks(self._blocks) else []
 
     def before_step(self) -> None:
-        """Note which ones have changed before an optimizer's first step in the block."""
-        self._early |= self._changed()
+        """Look which ones have changed before an optimizer's first step in the block."""
+        if _looks(self._blocks):
+            self._early |= self._changed()
 
     def end_block(self) -> None:
         """Take the block as over, and note them as they are."""
