@@ -187,14 +187,13 @@ class Kept:
         model, self.version, self._begun_at = self.model, version, None
         self._sizes = [*map(_sizes_of_groups, self.optimizers)]
         self.parameters.note()
-        places = [(module, name) for module in model.modules() for name in module._buffers]
-        there = [each for each in places if each[0]._buffers[each[1]] is not None]
-        self._buffers = [Buffer(module, name) for module, name in there]
-        self._absent = [
-            (module._buffers, name)
-            for module, name in places
-            if (module, name) not in there and name not in module._non_persistent_buffers_set
-        ]
+        self._buffers, self._absent = [], []
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    self._buffers.append(Buffer(module, name))
+                elif name not in module._non_persistent_buffers_set:
+                    self._absent.append((module._buffers, name))
         extra = [ExtraState(module) for module in model_state(model).stateful.values()]
         self._buffers += extra
         self._modes = [(each, each.training) for each in model.modules()]
