@@ -57,7 +57,7 @@ BUDGETS = {  # of each package: lines, files
     "collectives": (5_202, 24),
     "compression": (1_761, 7),
     "core": (5_643, 21),
-    "elastic": (3_965, 15),
+    "elastic": (4_004, 15),
     "fsdp": (2_873, 10),
     "launch": (4_761, 22),
     "native": (2_307, 8),
@@ -72,9 +72,9 @@ BUDGETS = {  # of each package: lines, files
     "tensor": (1_682, 9),
     "torch_backend": (1_858, 9),
     "training": (1_607, 8),
-    "transport": (1_048, 6),  # without its packages
+    "transport": (1_056, 6),  # without its packages
     "transport.shm": (1_603, 9),
-    "transport.tcp": (3_716, 13),
+    "transport.tcp": (3_722, 13),
     "wire": (1_338, 6),
 }
 LONGEST_BODY = 45  # lines of a function, without signature and docstring

@@ -41,7 +41,7 @@ import phalanx
 from phalanx import DDP, FSDP, Backend, Elastic, ShardingStrategy
 from phalanx.collectives import ReduceOp, all_gather_object, all_reduce_, all_reduce_coalesced_
 from phalanx.elastic.site import SimulatedSite
-from phalanx.errors import CheckpointNotFoundError, MembershipError
+from phalanx.errors import CheckpointNotFoundError
 
 Optimizer = torch.optim.Optimizer
 
@@ -696,7 +696,7 @@ def test_a_newcomer_trains_the_layers_that_the_others_train_by_then(wrap: Any) -
 
 
 @pytest.mark.parametrize("name", ["ddp", "full_shard"])
-def test_a_newcomer_to_a_rank_that_is_alone_takes_over_its_state_or_says_that_it_is_lost(
+def test_a_newcomer_to_a_rank_that_is_alone_begins_anew_or_says_what_is_lost_or_takes_over(
     name: str,
 ) -> None:
     way = WAYS[name]
@@ -706,16 +706,34 @@ def test_a_newcomer_to_a_rank_that_is_alone_takes_over_its_state_or_says_that_it
     for turn in range(0, turns[1], 1 if LONG else 5):
         run, _ = train(way, 1, {1: turn}, arrivals)
         assert run.ends.keys() == {0}
-    taken_over = 0
+    came_to = []
     for turn in range(arrivals[0], turns[0], 1 if LONG else 5):
         try:
             run, _ = train(way, 1, {0: turn}, arrivals)
-        except (MembershipError, CheckpointNotFoundError):
-            assert not taken_over
+        except CheckpointNotFoundError:
+            came_to.append("its state is lost")
         else:
-            assert [first for first, _ in run.generations.values()][1] >= 2
-            taken_over += 1
-    assert taken_over
+            came_to.append("taken over" if run.ends[1].counted[0] else "begun anew")
+    order = ["begun anew", "its state is lost", "taken over"]  # as the crash is later
+    assert came_to == sorted(came_to, key=order.index)
+    assert {*came_to} >= {"begun anew", "taken over"}
+
+
+@pytest.mark.parametrize("saves", [False, True], ids=["no checkpoint", "checkpoints"])
+def test_if_all_are_lost_who_stood_by_begins_with_the_newest_checkpoint(
+    saves: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    way, run = WAYS["full_shard"], Run()
+    saved: dict[str, Any] = {"checkpoints": tmp_path, "checkpoint_every": 2} if saves else {}
+    function = script(way, 2, run, steps=6, **saved)
+    phalanx.simulate(function, 2, crashes={0: 140, 1: 134}, arrivals=[50, 60])
+    assert run.ends.keys() == {2, 3}
+    first = run.ends[2].counted[0]
+    assert (first > 0) is saves
+    says = "goes on from the newest checkpoint" if saves else "begins anew with step 0"
+    assert f"all who trained have ended. The training {says}" in caplog.text
+    run.generations = {1: (0, 2), 2: (first, 2)}
+    check(way, run, steps=6)
 
 
 def test_who_comes_after_the_end_ends_with_exit_code_0_and_says_why(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -56,6 +57,32 @@ def test_a_rank_is_killed_and_the_others_train_on(backend: str, way: str, victim
         rest = job.until(others_train(job, killed, 1), "the others train")
         assert [process.ranks[2][1].lost for process in rest] == [(victim,)] * 2
         job.check()
+
+
+def test_if_all_are_killed_at_once_those_who_come_begin_anew() -> None:
+    with start(Training("full_shard", ranks=3, steps=200)) as job:
+        for process in job.until_all_train():
+            os.kill(process.pid, signal.SIGKILL)
+        others = job.start(3)
+        job.until(lambda: all(process.end for process in others), "the end")
+        for process in others:
+            assert process.ranks.keys() == {2}
+            assert [step.number for step in process.steps] == list(range(200))
+
+
+def test_a_process_sees_which_others_of_its_host_have_ended() -> None:
+    site = ProcessSite("tcp", None, Endpoint("127.0.0.1", 1), "", "")
+    host, own, name = site.process.split("/")
+    child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    assert not site.has_ended(f"{host}/{own}/{name}")
+    assert not site.has_ended(f"{host}/{child.pid}/{name}")
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert site.has_ended(f"{host}/{child.pid}/{name}")
+    child.communicate()
+    assert site.has_ended(f"{host}/{child.pid}/{name}")
+    assert not site.has_ended(f"{host}/{child.pid}/another-{name}")
+    site.close()
 
 
 def test_a_replacement_joins_and_is_not_invited_again_when_it_dies_at_once() -> None:

@@ -418,7 +418,7 @@ def test_a_newcomer_reads_the_decisions_of_a_long_job_without_a_pause_after_each
 def test_a_training_has_ended_unless_its_last_ranks_have_formed_another_generation() -> None:
     store = MemoryStore()
     JobStore(store, "job", TOKEN.encode()).write_note("end", "2")
-    with newcomer_to(store, "x", "y") as generations, pytest.raises(Ended):
+    with newcomer_to(store, "a/1/x", "a/2/x") as generations, pytest.raises(Ended):
         generations.next([], set())
-    with newcomer_to(store, "x", "y", "") as generations:
+    with newcomer_to(store, "a/1/x", "a/2/x", "") as generations:
         assert generations.next([], set()).generation == 3

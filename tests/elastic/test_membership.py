@@ -402,6 +402,18 @@ def test_the_decision_goes_before_everything_else() -> None:
     assert next_action(arriving("y", [], **known)) == StandBy(decision)
 
 
+def test_newcomers_begin_anew_if_no_member_lives() -> None:
+    known = {"generation": 3, "members": ("x", "y"), "deserted": True}
+    decision = Decision(4, ("a", "b"), "a:1", lost=(0, 1))
+    assert next_action(arriving("a", ["a", "b"], **known, quiet=True)) == Propose(decision)
+    assert next_action(arriving("a", ["a", "b"], **known)) == Await()
+    full = {**known, "bounds": Bounds(1, 2)}
+    assert next_action(arriving("b", ["a", "b", "c"], **full)) == Propose(decision)
+    assert next_action(arriving("c", ["a", "b", "c"], **full)) == Await()
+    few = {**known, "bounds": Bounds(3), "quiet": True}
+    assert next_action(arriving("a", ["a", "b"], **few)) == Await(lacking=1)
+
+
 # The table of membership.py ---------------------------------------------------------------------
 
 ANY = Decision(4, ("a",), "a:1")
@@ -434,7 +446,10 @@ ROWS = {  # a member's knowledge, and a newcomer's
         arriving("a", ["a"], bounds=Bounds(2), quiet=True),
     ),
     "generation 0, newcomers still arrive": (None, arriving("a", ["a"])),
-    "generation > 0": (None, arriving("a", ["a"], **OLDER, quiet=True)),
+    "generation > 0, of which a member may live": (
+        None,
+        arriving("a", ["a"], **OLDER, quiet=True),
+    ),
     "else": (member(0, [report(0, [1, 2, 3])]), arriving("a", ["a"], quiet=True)),
 }
 NAMES = {WriteReport: "REPORT", JoinGeneration: "JOIN", StandBy: "STAND BY"}

@@ -253,8 +253,12 @@ class Generations:
         if self.entered < self.number:
             lost &= silent
         elif self._formed < self.number:
-            in_time = self._site.now() < now.since + _LATE
-            lost = set() if in_time else lost - self._reports.keys()
+            late = self._site.now() >= now.since + _LATE
+            lost = {
+                rank
+                for rank in lost - self._reports.keys()
+                if late or self._site.has_ended(self.members[rank])
+            }
         now.gone |= lost
         now.silent = silent
 
@@ -295,9 +299,11 @@ class Generations:
     def _view(self, now: Waiting, *, overdue: bool) -> View:
         store, site, quiet = self._store, self._site, False
         newcomers: tuple[Newcomer, ...] = ()
-        decision = store.decision(self.number + 1)
+        decision, deserted = store.decision(self.number + 1), False
         if self._is_newcomer():
-            newcomers = self._look_as_newcomer(decision)
+            deserted = self.number > 0 and all(map(site.has_ended, self.members))
+            begins = decision is None and (deserted or not self.number)
+            newcomers = self._look_as_newcomer(decision, begins=begins)
             quiet = site.now() > self._changed_at + _QUIET
         else:
             for rank in self._unread if decision is None else ():
@@ -319,6 +325,7 @@ class Generations:
             quiet=quiet,
             overdue=overdue,
             silent=tuple(sorted(now.silent)),
+            deserted=deserted,
         )
 
     def _look_for_more(self) -> None:
@@ -331,8 +338,8 @@ class Generations:
 
     # As a newcomer ----------------------------------------------------------------------------
 
-    def _look_as_newcomer(self, decision: Decision | None) -> tuple[Newcomer, ...]:
-        """Return this newcomer's entry, if it is written, and before the first generation all."""
+    def _look_as_newcomer(self, decision: Decision | None, *, begins: bool) -> tuple[Newcomer, ...]:
+        """Return this newcomer's entry, if it is written; if a job `begins` with them, all."""
         if self._store.note("end") == (str(self.number),) and decision is None:
             log.warning(
                 "process %s came after the job's last step, and ends with exit code 0. A second "
@@ -347,7 +354,7 @@ class Generations:
             self._beat, self._renewed = self._beat + 1, now
             mine = self._own_entry()
             self._store.renew(self._slot, mine)
-        if self.number or decision is not None:
+        if not begins:
             self._check_kept(self._store.note("kept"))
             return (mine,)
         there = [each for each in self._store.newcomers().values() if self._is_fresh(each, now)]
@@ -404,7 +411,7 @@ class Generations:
         who = f"process {self._site.process}"
         if failure:
             return f"{who}: no store for {self._wait:g} s: {failure}"
-        if self._is_newcomer() and self.number:
+        if self._is_newcomer() and self.number and not waits.lacking:
             return (
                 f"{who} has waited to join for {self._wait:g} s, and nobody who trains has shown a "
                 f"sign of life: of generation {self.number} ({', '.join(self.members)}) all may be "

@@ -11,7 +11,7 @@ reads the store, builds a `View`, carries the action out, and looks again.
             AWAIT the other reports                    |  |
               |                                        |  |
               | PROPOSE       key of generation g + 1  |  |
-              +-------------> the first write stays <--+  | PROPOSE in generation 0 alone
+              +-------------> the first write stays <--+  | PROPOSE if nobody is a member
                                   |        |              |
                    has this       |        |  has it not  |
                    process: JOIN  v        +--------------+
@@ -27,7 +27,7 @@ reads the store, builds a `View`, carries the action out, and looks again.
     they lack a part that one cut off from them may have    AWAIT        .
     fewer processes than `min_ranks`                        AWAIT        AWAIT
     generation 0, newcomers still arrive                    .            AWAIT
-    generation > 0                                          .            AWAIT
+    generation > 0, of which a member may live              .            AWAIT
     else                                                    PROPOSE      PROPOSE
 
 **Who stays.** Members that have reported, but of two of which one has lost the other only one: that
@@ -49,6 +49,9 @@ that has waited for too long (by the driver's clock) takes itself as one that st
 not reported as lost, and the silent as there; without a complete version it goes back to the newest
 checkpoint. So no wait is for ever. Nothing hangs on who proposes: of two halves of a network, or
 several proposers, the first to write goes on.
+
+**Deserted.** If all members have ended, at once or before others could join, newcomers begin anew,
+as in generation 0: with the newest checkpoint. Those of another host cannot see it, and wait.
 
 **The state.** The newest version of which the reports of who stays have all parts, each in its
 owner's memory or kept in memory that ranks of its host share. A step has counted on a rank if its
@@ -158,6 +161,7 @@ class View(msgspec.Struct, frozen=True):
     decision    that on `generation` + 1, if there is one
     quiet       no newcomer has come for a while; or `max_ranks` need not be waited for
     overdue     this process has waited for too long
+    deserted    all members of `generation` have ended, which a newcomer of their host can see
     """
 
     process: str
@@ -173,6 +177,7 @@ class View(msgspec.Struct, frozen=True):
     quiet: bool = False
     overdue: bool = False
     silent: tuple[int, ...] = ()
+    deserted: bool = False
 
 
 class WriteReport(msgspec.Struct, frozen=True):
@@ -232,13 +237,16 @@ def _newcomer_action(view: View) -> NextAction:
         return Enter()
     bounds, there = view.bounds, view.newcomers
     size = bounds.size(len(there))
-    if not view.generation and not size:
-        return Await(lacking=_lacking(bounds, there))
-    first = there[:size]
-    waits = view.generation or not (view.quiet or len(there) >= bounds.max_ranks)
-    if waits or view.process not in [each.process for each in first]:
+    if view.generation and not view.deserted:
         return Await()
-    return Propose(Decision(1, tuple(each.process for each in first), first[0].address))
+    if not size:
+        return Await(lacking=_lacking(bounds, there))
+    processes = tuple(each.process for each in there[:size])
+    waits = not (view.quiet or len(there) >= bounds.max_ranks)
+    if waits or view.process not in processes:
+        return Await()
+    lost = tuple(range(len(view.members)))
+    return Propose(Decision(view.generation + 1, processes, there[0].address, lost=lost))
 
 
 def _member_action(view: View) -> NextAction:

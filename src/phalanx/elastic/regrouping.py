@@ -137,6 +137,14 @@ class Regrouping:
             given = memory.first() if first else memory.give(decision)
             kept.regrouped(given)
             loaded = self._checkpoints.load_newest() if first else None
+            if number > 1 and not decision.survivors and rank == 0:
+                log.warning(
+                    "generation %d: all who trained have ended. The training %s",
+                    number,
+                    "goes on from the newest checkpoint"
+                    if loaded
+                    else "begins anew with step 0, as there is no checkpoint",
+                )
             if loaded is None:
                 loaded = self._moved(given, first=first), decision.version or 0
             values, self._version = loaded

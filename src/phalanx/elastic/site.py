@@ -17,6 +17,7 @@ from contextlib import suppress
 from types import MappingProxyType
 
 from typing_extensions import override
+from xxhash import xxh3_64_hexdigest
 
 from phalanx.core.backend import Backend
 from phalanx.elastic.stores import JobStore, KeyValueStore
@@ -25,6 +26,7 @@ from phalanx.transport import backends
 from phalanx.transport.simulated import SimulatedBackend
 from phalanx.transport.simulated_process import SimulatedProcess
 from phalanx.transport.tcp.addresses import listen_toward
+from phalanx.transport.tcp.heartbeat import has_ended, host_id
 from phalanx.wire.control import Endpoint, is_loopback
 
 MEETING = 5.0  # seconds that the ranks of a generation have to connect to each other
@@ -80,6 +82,10 @@ class Site(ABC):
         """Return the seconds of its clock."""
 
     @abstractmethod
+    def has_ended(self, process: str) -> bool:
+        """Return whether a process has ended, by its name; False if this one cannot see it."""
+
+    @abstractmethod
     def pause(self) -> None:
         """Come by between two parts of a copy: a simulated process may crash there."""
 
@@ -111,7 +117,10 @@ class ProcessSite(Site):
     ) -> None:
         check_kind(kind)
         self.host = socket.gethostname()
-        self.process = f"{self.host}/{os.getpid()}/{secrets.token_hex(6)}"
+        self._place = xxh3_64_hexdigest(
+            host_id().encode()
+        )  # whose processes have numbers of their own
+        self.process = f"{self.host}/{os.getpid()}/{self._place}-{secrets.token_hex(6)}"
         self._kind, self._route, self._job, self._token = kind, route, job, token
         self._open_store = open_store
         self.store = open_store() if open_store is not None else None
@@ -150,6 +159,11 @@ class ProcessSite(Site):
     @override
     def now(self) -> float:
         return time.monotonic()
+
+    @override
+    def has_ended(self, process: str) -> bool:
+        _, number, name = process.split("/")
+        return name.startswith(self._place) and has_ended(int(number))
 
     @override
     def pause(self) -> None:
@@ -206,6 +220,10 @@ class SimulatedSite(Site):
     @override
     def now(self) -> float:
         return self._process.now()
+
+    @override
+    def has_ended(self, process: str) -> bool:
+        return self._process.has_ended(int(process.removeprefix("simulated/")))
 
     @override
     def pause(self) -> None:

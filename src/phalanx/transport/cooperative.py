@@ -208,6 +208,10 @@ class CooperativeScheduler:
             self._check_alive(process)
         self.turns[process] += 1
 
+    def has_ended(self, process: int) -> bool:
+        """Return whether a process has crashed, or come to its end."""
+        return process in self._crashed or process in self._finished
+
     def _check_alive(self, process: int) -> None:
         if process in self._crashed:
             raise RankStopped(f"process {process} has crashed")

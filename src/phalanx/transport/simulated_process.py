@@ -46,6 +46,10 @@ class SimulatedProcess:
         """Return the seconds that the simulation's clock has jumped."""
         return self._world.scheduler.now
 
+    def has_ended(self, number: int) -> bool:
+        """Return whether another process of the simulation has crashed, or come to its end."""
+        return self._world.scheduler.has_ended(number)
+
     def give_turn(self) -> None:
         """Let others run, at a place where a process might crash."""
         self._world.scheduler.give_turn(self.number)

@@ -240,6 +240,12 @@ def _state_and_flags(folder: str) -> tuple[bytes, int]:
     return fields[0], int(fields[6])
 
 
+def has_ended(process: int) -> bool:
+    """Return whether a process of this host runs no program any more; False if nobody can see."""
+    gone = process_id() and not os.path.exists(f"/proc/{process}")
+    return bool(gone) or state_of(process) is State.ENDS
+
+
 def is_stopped(process: int) -> bool:
     """Return whether a process of this host is stopped, or traced and held; False if gone."""
     return state_of(process) is State.STOPPED
