@@ -52,7 +52,7 @@ WITH_DDP = {
 BUDGETS = {  # of each package: lines, files
     ".": (943, 7),  # the package's own files
     "aggregation": (1_819, 7),
-    "checkpoint": (3_654, 14),
+    "checkpoint": (3_659, 14),
     "cli": (1_053, 6),
     "collectives": (5_202, 24),
     "compression": (1_761, 7),

@@ -585,6 +585,12 @@ def frozen_by_rank(optimizer: torch.optim.Optimizer, backend: Backend) -> Change
     return lambda: parameter.requires_grad_(backend.rank == 0), {}
 
 
+def added_by_rank(optimizer: torch.optim.Optimizer, backend: Backend) -> Change:
+    """An option that one rank alone has."""
+    (group,) = optimizer.param_groups
+    return lambda: group.update({"warm": 1} if backend.rank else {}), {}
+
+
 def train_with(
     make: Callable[[torch.optim.Optimizer, Backend], Change], arrivals: Sequence[int] = ()
 ) -> list[str]:
@@ -622,6 +628,7 @@ def train_with(
         ),
         (of_one_rank, [], r"step 0: rank 0 has optimizer\.0\.lr 1\.0, and rank 1 \S+lr 0\.5"),
         (counted_by_rank, [], r"rank 0 has seen\.samples 1, and rank 1 seen\.samples 2"),
+        (added_by_rank, [], r"rank 0 has no optimizer\.0\.warm, and rank 1 optimizer\.0\.warm 1\."),
         (frozen_by_rank, [], r"requires_grad\.\S*weight True, and rank 1 \S+weight False"),
     ],
 )

@@ -11,7 +11,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from math import isclose, prod
 from typing import Annotated, Any, TypeVar
 
@@ -350,15 +350,20 @@ def to_json(value: Any, path: str, keep: Callable[[Tensor, str], str], depth: in
 
 
 def first_difference(here: Json, there: Json) -> tuple[str, str] | None:
-    """Return the first number or text that differs, with its path, as each has it; or None.
+    """Return the first number or text that differs, with its path, as each has it, or has it not;
+    or None.
 
     Two floats may differ in their last digits: processors do not compute a cosine alike.
     """
-    pairs = zip_longest(_leaves(here, ""), _leaves(there, ""), fillvalue=("nothing", ""))
-    for (place, one), (other, two) in pairs:
+    ours, theirs, absent = dict(_leaves(here, "")), dict(_leaves(there, "")), object()
+    for place in {**ours, **theirs}:
+        one, two = ours.get(place, absent), theirs.get(place, absent)
         close = isinstance(one, float) and isinstance(two, float) and isclose(one, two)
-        if place != other or (one != two and not close):
-            return f"{place} {one!r}", f"{other} {two!r}"
+        if one != two and not close:
+            mine, other = (
+                f"no {place}" if each is absent else f"{place} {each!r}" for each in (one, two)
+            )
+            return mine, other
     return None
 
 
