@@ -37,7 +37,7 @@ from phalanx.launch.report import AGAIN
 
 log = logging.getLogger("phalanx")
 _QUIET = 3.0  # seconds without a newcomer after which the first generation forms
-_SILENT = 3.0  # seconds without a sign of life after which a newcomer counts as gone
+_SILENT = 3.0  # seconds without a sign of life after which newcomers, or members, may be gone
 _LATE = 2.0  # seconds: members notice that a generation has not formed, one after the other
 _PENALTIES = 1.0, 60.0  # seconds that a newcomer waits who did not come, first and at most
 _PIECE = 1.0  # seconds of waiting between two looks at the clock
@@ -170,6 +170,7 @@ class Generations:
         self._changed_at = 0.0
         self._beats: dict[str, tuple[int, float]] = {}
         self._signs: tuple[object, ...] = ()
+        self._sign_at = math.inf  # when a newcomer has last seen one
 
     @property
     def _store(self) -> JobStore:
@@ -301,7 +302,8 @@ class Generations:
         newcomers: tuple[Newcomer, ...] = ()
         decision, deserted = store.decision(self.number + 1), False
         if self._is_newcomer():
-            deserted = self.number > 0 and all(map(site.has_ended, self.members))
+            silent = self.number > 0 and site.now() > self._sign_at + _SILENT
+            deserted = silent and all(map(site.has_ended, self.members))
             begins = decision is None and (deserted or not self.number)
             newcomers = self._look_as_newcomer(decision, begins=begins)
             quiet = site.now() > self._changed_at + _QUIET
@@ -405,6 +407,8 @@ class Generations:
             return False
         signs = self.number, self._store.note("alive")
         before, self._signs = self._signs, signs
+        if signs != before:
+            self._sign_at = self._site.now()
         return signs != before
 
     def _who_is_missing(self, failure: str, waits: Await) -> str:

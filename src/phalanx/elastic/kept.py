@@ -56,7 +56,7 @@ class Stateful(Protocol):
 
 
 class _Values(NamedTuple):
-    """What is kept and is no tensor.
+    """What is kept and is no tensor. `others` and `trained` are the `extra` of a description.
 
     others    the states of objects that are neither modules nor optimizers
     options   of each group of each optimizer

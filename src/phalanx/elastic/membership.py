@@ -51,7 +51,8 @@ checkpoint. So no wait is for ever. Nothing hangs on who proposes: of two halves
 several proposers, the first to write goes on.
 
 **Deserted.** If all members have ended, at once or before others could join, newcomers begin anew,
-as in generation 0: with the newest checkpoint. Those of another host cannot see it, and wait.
+as in generation 0: with the newest checkpoint. They have to see that, and no sign of life for some
+seconds; those of another host cannot, and wait.
 
 **The state.** The newest version of which the reports of who stays have all parts, each in its
 owner's memory or kept in memory that ranks of its host share. A step has counted on a rank if its
