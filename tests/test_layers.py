@@ -57,7 +57,7 @@ BUDGETS = {  # of each package: lines, files
     "collectives": (5_202, 24),
     "compression": (1_761, 7),
     "core": (5_643, 21),
-    "elastic": (4_009, 15),
+    "elastic": (4_007, 15),
     "fsdp": (2_873, 10),
     "launch": (4_761, 22),
     "native": (2_307, 8),

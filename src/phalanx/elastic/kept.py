@@ -249,10 +249,11 @@ class Kept:
                 "parameters before steps(), and freeze some until they are to be trained "
                 "(requires_grad=False)"
             )
-        come = [name for of, name in self._absent if of[name] is not None]
-        if names := come + [each.changed_shape() for each in self._buffers if each.changed_shape()]:
+        come = (name for of, name in self._absent if of[name] is not None)
+        changed = (each.changed_shape() for each in self._buffers)
+        if found := next(filter(None, (*come, *changed)), ""):
             self._refuse(
-                f"the buffer {names[0]} came, or got another shape, in the block of step "
+                f"the buffer {found} came, or got another shape, in the block of step "
                 f"{self._begun_at}: a newcomer's is as the module makes it. Register it in its "
                 "final shape, or, if it need not be saved, with persistent=False"
             )

@@ -93,7 +93,9 @@ class Memory:
         return parts + [part for versions in self._versions for part in versions.held()]
 
     def give(self, decision: Decision) -> list[Holding]:
-        """Return what this rank gives of the decision's version."""
+        """Return what this rank gives of the decision's version; if that has none, the state as it
+        was made, if this rank has it still.
+        """
         key = decision.version or 0, decision.layout
         given = [it for part, it in self._in_place if (part.version, part.layout) == key][:1]
         for versions in self._versions:
@@ -102,10 +104,6 @@ class Memory:
                 more = versions.give(key[0], decision.members)
                 given += [each for each in more if each.rank not in own]
         return given
-
-    def first(self) -> list[Holding]:
-        """Return the state as it was made, if this rank has it still."""
-        return [it for part, it in self._in_place if not part.layout]
 
     def enter(self, version: int, generation: int, members: Sequence[str]) -> None:
         """Take a generation's state, which is in its place now; every rank calls it."""

@@ -134,7 +134,7 @@ class Regrouping:
             backend.inner.abort()
             backend.enter(group)
             self._generations.enter()
-            given = memory.first() if first else memory.give(decision)
+            given = memory.give(decision)
             kept.regrouped(given)
             loaded = self._checkpoints.load_newest() if first else None
             if number > 1 and not decision.survivors and rank == 0:

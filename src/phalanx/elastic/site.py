@@ -117,9 +117,8 @@ class ProcessSite(Site):
     ) -> None:
         check_kind(kind)
         self.host = socket.gethostname()
-        self._place = xxh3_64_hexdigest(
-            host_id().encode()
-        )  # whose processes have numbers of their own
+        # Processes of the same place see each other by their numbers.
+        self._place = xxh3_64_hexdigest(host_id().encode())
         self.process = f"{self.host}/{os.getpid()}/{self._place}-{secrets.token_hex(6)}"
         self._kind, self._route, self._job, self._token = kind, route, job, token
         self._open_store = open_store

@@ -92,7 +92,7 @@ class Parameters:
     and hashes of the first elements those by `.data`, which no version counts.
     """
 
-    def __init__(self, parameters: Sequence[Tensor] = ()) -> None:
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.all = [*parameters]
         self._early: set[int] = set()  # the places of those that change before an optimizer's step
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # their memory, and their values

@@ -39,7 +39,7 @@ JOB_VARIABLE, LAUNCH_VARIABLE = "PHALANX_JOB", "PHALANX_LAUNCH"
 MIN_VARIABLE, MAX_VARIABLE = "PHALANX_MIN_RANKS", "PHALANX_MAX_RANKS"
 ELASTIC_VARIABLES = (JOB_VARIABLE, LAUNCH_VARIABLE, MIN_VARIABLE, MAX_VARIABLE)
 ETCD = "etcd://"
-# What this thread is, in words, if its function has been given a backend: "rank 1 of spawn's 4".
+# What this thread is, in words, if its function has been given a backend: "rank 1 of 4 of ...".
 GIVEN: ContextVar[str] = ContextVar("what has been given a backend", default="")
 _JOB_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
